@@ -22,7 +22,7 @@ class Steps(NamedTuple):
 
     state: Tensor  # [G, Q, D]
     taken: Tensor  # [G, Q]
-    max_steps: int  # no query takes more
+    most: int  # no query takes more
     trace: Tensor  # all states; each backend has its own layout
     stats: Tensor  # [G, Q, most, 2]
 
@@ -42,8 +42,8 @@ class Patterns(abc.ABC):
     few_steps: ClassVar[int] = 8
 
     @abc.abstractmethod
-    def repeat_steps(self, state: Tensor, taken: Tensor, max_steps: int) -> Steps:
-        """Repeat ``taken`` steps of each query; ``max_steps`` is the largest number."""
+    def repeat(self, state: Tensor, taken: Tensor, most: int) -> Steps:
+        """Repeat ``taken`` steps of each query; ``most`` is the largest number."""
 
     @abc.abstractmethod
     def gradients_of(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
@@ -70,19 +70,19 @@ class Patterns(abc.ABC):
                 grad_out, state, steps, self._most_steps(steps), needed
             )
         before, last = ends.unbind(2)
-        one_step = torch.ones_like(taken)
+        once = torch.ones_like(taken)
         wide, grad_out = self._to(ends.dtype), grad_out.to(ends.dtype)
         if self.options.grad == "one_step":
             _, *derived = wide.backward_through_steps(grad_out, before, once, 1, needed)
             return self._in_dtypes((torch.zeros_like(before), *derived), state)
 
         # (1 - J) a = grad_out, J symmetric: then df/dstored^T a is the derivative of the solution.
-        step = wide.repeat_steps(last, one_step, 1)
+        step = wide.repeat(last, once, 1)
         solved, a = _conjugate_gradients(
             lambda x: wide.gradients_of(x, step, 0)[0],
             grad_out,
             taken > 0,
-            2 * self.max_directions + 2,
+            2 * self.most_directions + 2,
         )
         _, *of_solved = wide.backward_through_steps(
             torch.where(solved, a, 0.0), last, once, 1, needed
@@ -99,7 +99,7 @@ class Patterns(abc.ABC):
         return self._in_dtypes(grads, state)
 
     @property
-    def max_directions(self) -> int:
+    def most_directions(self) -> int:
         """An upper bound of the rank of J."""
         return min(self.stored.shape[2], self.stored.shape[1])
 
@@ -110,7 +110,6 @@ class Patterns(abc.ABC):
         return max(int(taken.max()), 1) if taken.numel() else 1
 
     def _to(self: _Self, dtype: torch.dtype) -> _Self:
-        """The patterns in this dtype; the mask is unchanged."""
         keys, bias = (x if x is None else x.to(dtype) for x in (self.keys, self.bias))
         return replace(self, stored=self.stored.to(dtype), keys=keys, bias=bias)
 
@@ -138,10 +137,10 @@ def backward_on(memory: type[Patterns]) -> Callable[..., Gradients]:
         """Return the gradients of state, stored, keys and the bias, see ``docs/design.md``."""
         tensors = (state, stored, keys)
         flat: list[Any] = [x if x is None else x.flatten(0, -3) for x in (grad_out, *tensors)]
-        grad, start, flat_stored, flat_keys = flat
-        patterns = memory(flat_stored, flat_keys, mask, bias, options)
-        flat_steps = taken.flatten(0, -2)
-        *grads, grad_bias = patterns.gradients(grad, start, flat_steps, ends, options.needed)
+        grad, start, held, compared = flat
+        patterns = memory(held, compared, mask, bias, options)
+        rows = taken.flatten(0, -2)
+        *grads, of_bias = patterns.gradients(grad, start, rows, ends, options.needed)
         pairs = zip(grads, tensors, strict=True)
         shaped = (x if x is None or y is None else x.view(y.shape) for x, y in pairs)
         return *shaped, of_bias
@@ -172,7 +171,6 @@ def backward_of_steps(
             return grads
 
         def _tensors(self, state: Tensor) -> tuple[Tensor | None, ...]:
-            """The tensors of a retrieval, in the order of the native functions."""
             return state, self.stored, self.keys, self.mask, self.bias
 
     Memory.few_steps = few_steps
@@ -186,8 +184,8 @@ def backward_of_steps(
         *tensors_of_steps, _, trace, stats = (*tensors, None, None)[:10]
         if trace is None:
             return derive_again(*tensors[:8], options=options)
-        saved = (*tensors_of_steps, trace, stats)
-        grads: Gradients = derive_steps(*saved, options=options, needed=options.needed)
+        kept = (*tensors_of_steps, trace, stats)
+        grads: Gradients = derive_steps(*kept, options=options, needed=options.needed)
         return grads
 
     return hopfield_retrieve_backward
@@ -196,7 +194,7 @@ def backward_of_steps(
 def _conjugate_gradients(
     slope: Callable[[Tensor], Tensor],  # J times a vector of each query, J symmetric
     b: Tensor,
-    solvable: Tensor,
+    trusted: Tensor,
     steps: int,  # twice as many as would be exact without rounding
 ) -> tuple[Tensor, Tensor]:
     """Solve (1 - J) a = b for each query [G, Q, D]; return which queries succeeded, and a.
@@ -206,9 +204,9 @@ def _conjugate_gradients(
     """
     tolerance = 16 * torch.finfo(b.dtype).eps
     a, residual, direction = torch.zeros_like(b), b, b
-    norm = (b * b).sum(-1, keepdim=True)
-    target = tolerance * tolerance * norm
-    solved, sound = norm == 0, solvable[..., None]
+    size = (b * b).sum(-1, keepdim=True)
+    enough = tolerance * tolerance * size
+    solved, sound = size == 0, trusted[..., None]
     for _ in range(steps):
         moving = sound & ~solved
         if not bool(moving.any()):
@@ -217,10 +215,10 @@ def _conjugate_gradients(
         curvature = (direction * image).sum(-1, keepdim=True)
         sound = sound & (solved | (curvature > 0))
         moving = moving & sound
-        step = torch.where(moving, norm / curvature, 0.0)
-        a = torch.where(moving, a + step * direction, a)
-        residual = torch.where(moving, residual - step * image, residual)
-        new_norm = torch.where(moving, (residual * residual).sum(-1, keepdim=True), norm)
-        direction = torch.where(moving, residual + new_norm / norm * direction, direction)
-        norm, solved = new_norm, solved | (new_norm <= target)
+        length = torch.where(moving, size / curvature, 0.0)
+        a = torch.where(moving, a + length * direction, a)
+        residual = torch.where(moving, residual - length * image, residual)
+        smaller = torch.where(moving, (residual * residual).sum(-1, keepdim=True), size)
+        direction = torch.where(moving, residual + smaller / size * direction, direction)
+        size, solved = smaller, solved | (smaller <= enough)
     return sound & solved, a

@@ -85,44 +85,43 @@ def evaluated(
     indices: Sequence[Any],  # b, h, q, k
 ) -> Tensor:
     """The program's value, broadcastable to the scores and the indices."""
-    registers, once, per_keys = words[:3]
+    registers, before, each = words[:3]
     numbers, first = [0] * NAMED + [*named], HEADER + registers
-    steps = words[first : first + FIELDS * (once + per_keys)]
-    values: dict[int, Any] = {0: score}
+    steps = words[first : first + FIELDS * (before + each)]
+    found: dict[int, Any] = {0: score}
     for at in range(0, len(steps), FIELDS):
         op, to, a, b, c = steps[at : at + FIELDS]
         if op == Op.CONST:
-            values[to] = score.new_tensor(struct.unpack("<d", struct.pack("<ii", a, b))[0])
+            found[to] = score.new_tensor(struct.unpack("<d", struct.pack("<ii", a, b))[0])
         elif op == Op.INT:
             found[to] = torch.tensor(a, device=score.device)
         elif op == Op.NUMBER:
             found[to] = torch.tensor(numbers[a], device=score.device)
         elif op in (Op.BATCH, Op.HEAD, Op.QUERY, Op.KEY):
-            values[to] = indices[op - Op.BATCH]
+            found[to] = indices[op - Op.BATCH]
         elif op == Op.INDEX:
-            x = values[a]
-            values[to] = torch.where(x < 0, x + numbers[b], x).clamp(0, numbers[b] - 1) * numbers[c]
+            x = found[a]
+            found[to] = torch.where(x < 0, x + numbers[b], x).clamp(0, numbers[b] - 1) * numbers[c]
         elif op in (Op.GATHER, Op.GATHER_INT):
             source = data if op == Op.GATHER else captured
             assert source is not None
-            values[to] = source[numbers[b] + values[a].clamp(0, numbers[c] - 1)]
+            found[to] = source[numbers[b] + found[a].clamp(0, numbers[c] - 1)]
             if op == Op.GATHER:
-                values[to] = values[to].to(score.dtype)
+                found[to] = found[to].to(score.dtype)
         elif op == Op.SELECT and b == c:
-            values[to] = values[b].detach()
+            found[to] = found[b].detach()
         elif op == Op.SELECT:
-            values[to] = torch.where(values[a], *torch.broadcast_tensors(values[b], values[c]))
+            found[to] = torch.where(found[a], *torch.broadcast_tensors(found[b], found[c]))
         elif op == Op.TO_FLOAT:
-            values[to] = values[a].to(score.dtype)
+            found[to] = found[a].to(score.dtype)
         else:
             unary = op in _UNARY
-            values[to] = _UNARY[op](values[a]) if unary else _BINARY[op](values[a], values[b])
-    result: Tensor = values[words[6]]
+            found[to] = _UNARY[op](found[a]) if unary else _BINARY[op](found[a], found[b])
+    result: Tensor = found[words[6]]
     return result
 
 
 def _divided(a: Tensor, b: Tensor) -> Tensor:
-    """Floor division of integers, 0 for a divisor of 0."""
     return torch.where(b == 0, 0, a.div(torch.where(b == 0, 1, b), rounding_mode="floor"))
 
 

@@ -41,22 +41,22 @@ class _Retrieval(torch.autograd.Function):
         bias: Tensor | None,
         options: HopfieldOptions,
     ) -> tuple[Tensor, Tensor]:
-        xi, steps, ends = _OfRanks(stored, keys, mask, bias, options, peers).search(state)
+        xi, taken, ends = _OfRanks(stored, keys, mask, bias, options, peers).search(state)
         ctx.peers, ctx.options = peers, options
-        ctx.save_for_backward(state, stored, keys, mask, bias, steps, ends)
-        ctx.mark_non_differentiable(steps)
-        return xi, steps
+        ctx.save_for_backward(state, stored, keys, mask, bias, taken, ends)
+        ctx.mark_non_differentiable(taken)
+        return xi, taken
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_xi: Tensor, _taken: None) -> tuple[Tensor | None, ...]:
-        state, stored, keys, mask, bias, steps, ends = ctx.saved_tensors
-        requires_grad = [ctx.needs_input_grad[n] for n in (1, 2, 3, 5)]
-        needed = sum(1 << n for n, requires in enumerate(requires_grad) if requires)
+        state, stored, keys, mask, bias, taken, ends = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[n] for n in (1, 2, 3, 5)]
+        needed = sum(1 << n for n, want in enumerate(wanted) if want)
         # Leaves in the dtype of the computation.
         stored_leaf, keys_leaf, bias_leaf = (
-            None if x is None else x.detach().to(grad_xi.dtype).requires_grad_(requires)
-            for x, requires in zip((stored, keys, bias), requires_grad[1:], strict=True)
+            None if x is None else x.detach().to(grad_xi.dtype).requires_grad_(want)
+            for x, want in zip((stored, keys, bias), wanted[1:], strict=True)
         )
         assert stored_leaf is not None
         patterns = _OfRanks(stored_leaf, keys_leaf, mask, bias_leaf, ctx.options, ctx.peers)
@@ -65,7 +65,7 @@ class _Retrieval(torch.autograd.Function):
         of_state, of_stored, of_keys, of_bias = (
             grad.to(x.dtype) if want and grad is not None else None for grad, want, x in triples
         )
-        return None, grad_state, grad_stored, grad_keys, None, grad_bias, None
+        return None, of_state, of_stored, of_keys, None, of_bias, None
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,7 @@ class _OfRanks(Patterns):
     few_steps = -1  # a step costs a message
 
     @property
-    def max_directions(self) -> int:
-        """The width: no linear system has more independent directions."""
+    def most_directions(self) -> int:
         return self.stored.shape[2]  # the number of patterns differs between ranks
 
     def search(self, state: Tensor) -> Retrieved:
@@ -87,24 +86,24 @@ class _OfRanks(Patterns):
         steps = replace(self.options, grad="unroll")
         return reference.hopfield_states(state, *patterns, steps, read=reader.softmax)
 
-    def repeat_steps(self, state: Tensor, taken: Tensor, max_steps: int) -> Steps:
+    def repeat(self, state: Tensor, taken: Tensor, most: int) -> Steps:
         """Repeat the steps; ``trace`` is the last state, with its autograd graph."""
         reader = Reader(self.peers, lambda n: f"step {n} of the retrieval, for its derivative")
-        key_rows = self.stored if self.keys is None else self.keys
+        compared = self.stored if self.keys is None else self.keys
         leaf = state.detach().requires_grad_()
         with torch.enable_grad():
             xi = leaf.to(self.stored.dtype)
-            for step in range(max_steps):
+            for step in range(most):
                 new, _, _ = reader.softmax(
-                    xi, key_rows, self.stored, self.mask, self.bias, self.options.scale
+                    xi, compared, self.stored, self.mask, self.bias, self.options.scale
                 )
                 xi = torch.where((taken > step)[..., None], new, xi)
-        return Steps(leaf, taken, max_steps, xi, xi.new_empty(0))
+        return Steps(leaf, taken, most, xi, xi.new_empty(0))
 
     def gradients_of(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
         patterns = (self.stored, self.keys, self.bias)
-        inputs = [x if needed >> n & 1 else None for n, x in enumerate(patterns, 1)]
-        leaves = [steps.state, *(x for x in inputs if x is not None)]
+        wanted = [x if needed >> n & 1 else None for n, x in enumerate(patterns, 1)]
+        leaves = [steps.state, *(x for x in wanted if x is not None)]
         grads = torch.autograd.grad(
             steps.trace, leaves, grad_out, retain_graph=True, materialize_grads=True
         )

@@ -103,18 +103,17 @@ def decode_attention(
             group's timeout: the others raise and name it.
         NotImplementedError: ``alibi_slopes`` or ``relative_bias`` without consecutive positions.
     """
-    local_only = {"cache_seqlens": cache_seqlens, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    others = {"cache_seqlens": cache_seqlens, "alibi_slopes": alibi_slopes, "sinks": sinks}
     entries = {"block_table": block_table, "cache_batch_idx": cache_batch_idx}
-    refuse_dtensors(_OP, **local_only, **entries, relative_bias=relative_bias)
+    refuse_dtensors(_OP, **others, **entries, relative_bias=relative_bias)
     bhnd = layout == "bhnd"
     rows = {"key_cache": (key_cache, 1 + bhnd), "value_cache": (value_cache, 1 + bhnd)}
-    replicated = {"query": query, "key": key, "value": value}
-    local, group, restored = local_parts(_OP, group, rows, replicated, (0, 1) if bhnd else (0,))
-    key_cache, value_cache, query, key, value = local.values()
+    whole = {"query": query, "key": key, "value": value}
+    parts, group, restored = local_parts(_OP, group, rows, whole, (0, 1) if bhnd else (0,))
+    key_cache, value_cache, query, key, value = parts.values()
     peers = Peers(process_group(group, _OP), _OP)
 
     def prepare() -> tuple[_Call, Callable[[], Mapping[str, str]], tuple[int, ...]]:
-        """Check this rank's arguments; also return what the ranks compare."""
         _, arguments, _ = one_process.prepare(
             query,
             key_cache,
@@ -138,8 +137,8 @@ def decode_attention(
             new = _checked_rows(key, value, q, keys, values, cache_seqlens, layout)
         if relative_bias is not None and not isinstance(relative_bias, (Tensor, T5)):
             raise checks.wrong_type(_OP, "relative_bias", relative_bias, "Tensor or T5")
-        bias_table = relative_bias.table if isinstance(relative_bias, T5) else relative_bias
-        checks.check_constant(_OP, "relative_bias", bias_table)
+        of_bias = relative_bias.table if isinstance(relative_bias, T5) else relative_bias
+        checks.check_constant(_OP, "relative_bias", of_bias)
         limits = (mask, options.window_left, options.window_right)
         options = replace(options, window_left=-1, window_right=-1)
         biases = (slopes, logits, relative_bias)
@@ -151,14 +150,14 @@ def decode_attention(
     if cache is None:
         cache = Layout.contiguous([capacity for (capacity,) in numbers])
     else:
-        known_ranks = range(peers.size) if check else [peers.rank]
-        _check_positions(cache, peers.size, {rank: numbers[rank][0] for rank in known_ranks})
+        known = range(peers.size) if check else [peers.rank]
+        _check_positions(cache, peers.size, {rank: numbers[rank][0] for rank in known})
     biased = call.alibi_slopes is not None or relative_bias is not None
     if biased and any(len(runs) > 1 for runs in cache.runs):
         raise NotImplementedError(
             f"{_OP}: alibi_slopes and relative_bias need consecutive positions on each rank"
         )
-    new_keys = 0 if call.new is None else call.new[0].shape[2]
+    added = 0 if call.new is None else call.new[0].shape[2]
     batch, device = call.query.shape[0], call.query.device
     before = one_process.checked_lengths(cache_seqlens, batch, cache.total, added, device)
     filled = before + added
@@ -195,7 +194,6 @@ class _Call:
 
     @property
     def capacity(self) -> int:
-        """The keys of a sequence that this rank's cache can hold."""
         pages = 1 if self.block_table is None else self.block_table.shape[1]
         return self.key_cache.shape[2] * pages
 
@@ -208,7 +206,6 @@ class _Call:
     def run(
         self, lengths: Tensor, table: Tensor | None, program: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Attention to this rank's keys: out and lse."""
         caches = (self.key_cache, self.value_cache, lengths, self.block_table, self.entries)
         # A table includes the slopes.
         biases = (None if table is not None else self.alibi_slopes, self.sinks, table, program)
@@ -229,8 +226,7 @@ def _visible(mask: Any, left: int, right: int, query: Tensor) -> masks.Mask | No
 def _checked_rows(
     key: Any, value: Any, query: Tensor, keys: Tensor, values: Tensor, seqlens: Any, layout: str
 ) -> tuple[Tensor, Tensor]:
-    """The new keys and values, as [B, Hkv, L, D]."""
-    rows = []
+    found = []
     for name, x in (("key", key), ("value", value)):
         checks.check_tensor(_OP, name, x, "[B, H, L, D]", 4, query.device)
         checks.check_constant("decode_attention", name, x)
@@ -238,34 +234,33 @@ def _checked_rows(
             raise RuntimeError(
                 f"{_OP}: {name} must have query's dtype {query.dtype}, got {x.dtype}"
             )
-        rows.append(x.transpose(1, 2) if layout == "bnhd" else x)
-    new = rows[0], rows[1]
+        found.append(x.transpose(1, 2) if layout == "bnhd" else x)
+    new = found[0], found[1]
     one_process.check_new(new[0], new[1], query, keys, values, seqlens)
     return new
 
 
 def _compared(call: _Call, seqlens: Any, positions: Layout | None) -> dict[str, str]:
     """The values that must be the same on all ranks, by argument."""
-    properties = {"cache_seqlens": repr(seqlens), "positions": repr(positions)}
+    found = {"cache_seqlens": repr(seqlens), "positions": repr(positions)}
     if isinstance(seqlens, Tensor):
-        properties |= described("cache_seqlens", seqlens)
+        found |= described("cache_seqlens", seqlens)
     for name, x in (("key_cache", call.key_cache), ("value_cache", call.value_cache)):
-        properties[name] = f"{checks.name_of(x)} of {x.shape[1]} heads of {x.shape[3]}"
+        found[name] = f"{checks.name_of(x)} of {x.shape[1]} heads of {x.shape[3]}"
     for name, new in zip(("key", "value"), call.new or (None, None), strict=True):
-        properties |= described(name, new)
-    properties |= described("query", call.query) | described("sinks", call.sinks)
-    properties |= described("alibi_slopes", call.alibi_slopes)
+        found |= described(name, new)
+    found |= described("query", call.query) | described("sinks", call.sinks)
+    found |= described("alibi_slopes", call.alibi_slopes)
     bias = call.relative_bias
     if isinstance(bias, T5):
-        properties |= described("relative_bias", bias.table) | {"T5": repr(bias[1:])}
+        found |= described("relative_bias", bias.table) | {"T5": repr(bias[1:])}
     else:
-        properties |= described("relative_bias", bias)
-    properties["window, is_causal or mask"] = repr(call.mask)
-    return properties | {name: repr(x) for name, x in vars(call.options).items()}
+        found |= described("relative_bias", bias)
+    found["window, is_causal or mask"] = repr(call.mask)
+    return found | {name: repr(x) for name, x in vars(call.options).items()}
 
 
 def _check_positions(cache: Layout, ranks: int, capacities: Mapping[int, int]) -> None:
-    """Check the layout of the cache against the ranks' capacities."""
     if cache.ranks != ranks:
         raise ValueError(
             f"{_OP}: positions must be of the {ranks} ranks of the group, got {cache.ranks}"
@@ -288,18 +283,18 @@ def _append(call: _Call, cache: Layout, rank: int, before: Tensor) -> None:
     """Write the new rows whose positions this rank has."""
     assert call.new is not None
     key, value = call.new
-    positions = before[:, None] + torch.arange(key.shape[2], device=key.device)  # [B, L]
-    rows = torch.full_like(positions, -1)
+    at = before[:, None] + torch.arange(key.shape[2], device=key.device)  # [B, L]
+    rows = torch.full_like(at, -1)
     for run in cache.runs[rank]:
-        in_run = (positions >= run.position) & (positions < run.position + run.length)
-        rows = torch.where(in_run, positions - run.position + run.row, rows)
+        here = (at >= run.position) & (at < run.position + run.length)
+        rows = torch.where(here, at - run.position + run.row, rows)
     sequence, token = (rows >= 0).nonzero(as_tuple=True)
     if not sequence.numel():
         return
     # Append each row as a separate sequence.
-    new_rows = [x[sequence, :, token][:, :, None] for x in (key, value)]
-    places = (rows[sequence, token], *call.of(sequence))
-    append((call.key_cache, call.value_cache, *new_rows, *places), AppendOptions())
+    own = [x[sequence, :, token][:, :, None] for x in (key, value)]
+    where = (rows[sequence, token], *call.of(sequence))
+    append((call.key_cache, call.value_cache, *own, *where), AppendOptions())
 
 
 def _table(call: _Call, cache: Layout, lengths: Tensor) -> Tensor | None:
@@ -313,12 +308,11 @@ def _program(call: _Call, cache: Layout, rank: int, lengths: Tensor) -> Tensor |
     """The mask for this rank's keys."""
     if call.mask is None:
         return None
-    cache_of_rank = (call.capacity, lengths, _positions(cache, rank), cache.total)
-    return masks.part_of_cache_program(_OP, call.mask, call.query, *cache_of_rank)
+    part = (call.capacity, lengths, _positions(cache, rank), cache.total)
+    return masks.part_of_cache_program(_OP, call.mask, call.query, *part)
 
 
 def _positions(cache: Layout, rank: int) -> tuple[tuple[int, int], ...]:
-    """(position, length) of each run of this rank's rows."""
     return tuple((run.position, run.length) for run in cache.runs[rank])
 
 
@@ -337,57 +331,50 @@ def _own_part(
     runs = _positions(cache, rank)
     if not runs:
         return _of_no_keys(call)
-    key_counts = masks.keys_before(runs, lengths)
+    own = masks.keys_before(runs, lengths)
     # The kernel puts the last query at this rank's last key, but it is this far beyond that key.
-    query_shift = torch.where(key_counts > 0, lengths - runs[0][0] - key_counts, 0)
+    beyond = torch.where(own > 0, lengths - runs[0][0] - own, 0)
     slopes = call.alibi_slopes
-    same_shift = call.query.shape[2] == 1 and call.sinks is None  # one shift for all scores
-    if table is not None or (slopes is not None and not same_shift):
-        return _by_distance(call, key_counts, query_shift, table, program)
-    out, lse = call.run(key_counts, None, program)
+    one_shift = call.query.shape[2] == 1 and call.sinks is None  # one shift for all scores
+    if table is not None or (slopes is not None and not one_shift):
+        return _by_distance(call, own, beyond, table, program)
+    out, lse = call.run(own, None, program)
     if slopes is not None:
-        lse = lse - (slopes.double() * query_shift[:, None])[:, :, None]
+        lse = lse - (slopes.double() * beyond[:, None])[:, :, None]
     return out, lse
 
 
 def _by_distance(
-    call: _Call,
-    key_counts: Tensor,
-    query_shift: Tensor,
-    table: Tensor | None,
-    program: Tensor | None,
+    call: _Call, own: Tensor, beyond: Tensor, table: Tensor | None, program: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Attention with a table of distances and slopes, shifted by the distance of the last query.
 
     Sequences with different shifts or slopes need separate calls.
     """
     slopes, query = call.alibi_slopes, call.query
-    slopes_differ = slopes is not None and slopes.shape[0] > 1
-    group = (
-        torch.arange(len(key_counts), device=key_counts.device) if slopes_differ else query_shift
-    )
+    several = slopes is not None and slopes.shape[0] > 1
+    of_call = torch.arange(len(own), device=own.device) if several else beyond
     wide = torch.promote_types(query.dtype, torch.float32)
-    max_distance = max(int(key_counts.max()) if key_counts.numel() else 0, query.shape[2], 1) - 1
-    offsets = torch.arange(-max_distance, max_distance + 1, device=key_counts.device)
+    most = max(int(own.max()) if own.numel() else 0, query.shape[2], 1) - 1
+    near = torch.arange(-most, most + 1, device=own.device)
     out, lse = _of_no_keys(call)
-    for value in group.unique().tolist():
-        rows = group == value
-        distances = offsets + query_shift[rows][0]
-        shifted = torch.zeros((), dtype=wide, device=key_counts.device)
+    for number in of_call.unique().tolist():
+        rows = of_call == number
+        distances = near + beyond[rows][0]
+        shifted = torch.zeros((), dtype=wide, device=own.device)
         if table is not None:
             middle = table.shape[2] // 2
             shifted = table[:, :, (distances + middle).clamp(0, 2 * middle)]
         if slopes is not None:
-            slopes_of_group = slopes[value if slopes_differ else 0].to(wide)
-            shifted = shifted - slopes_of_group[None, :, None] * distances.abs()
-        result = call.run(torch.where(rows, key_counts, 0), shifted, program)
-        out = torch.where(rows[:, None, None, None], result[0], out)
-        lse = torch.where(rows[:, None, None], result[1], lse)
+            factors = slopes[number if several else 0].to(wide)
+            shifted = shifted - factors[None, :, None] * distances.abs()
+        found = call.run(torch.where(rows, own, 0), shifted, program)
+        out = torch.where(rows[:, None, None, None], found[0], out)
+        lse = torch.where(rows[:, None, None], found[1], lse)
     return out, lse
 
 
 def _of_no_keys(call: _Call) -> tuple[Tensor, Tensor]:
-    """The state of attention to no keys: out is 0, lse is -inf or the sink."""
     shape, query = call.query.shape[:3], call.query
     sinks = query.new_full((1, 1), -torch.inf) if call.sinks is None else call.sinks
     lse = sinks.double()[:, :, None].expand(shape).contiguous()

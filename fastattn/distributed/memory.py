@@ -101,12 +101,11 @@ def memory_hop_attention(
     rows = {
         name: (x, _row_dim(x)) for name, x in (("in_memory", in_memory), ("out_memory", out_memory))
     }
-    local, group, restored = local_parts(_HOPS, group, rows, {"query": query}, (0,))
-    in_memory, out_memory, query = local.values()
+    parts, group, restored = local_parts(_HOPS, group, rows, {"query": query}, (0,))
+    in_memory, out_memory, query = parts.values()
     peers = Peers(process_group(group, _HOPS), _HOPS)
 
     def prepare() -> tuple[tuple[Any, ...], Callable[[], Mapping[str, str]], tuple[int, ...]]:
-        """Check this rank's arguments; also return what the ranks compare."""
         _, arguments = memory_hops.prepare(
             query,
             in_memory,
@@ -121,17 +120,14 @@ def memory_hop_attention(
             need_weights=need_weights,
         )
         names = ("query", "in_memory", "out_memory", "hop_proj", "memory_mask", "memory_bias")
-        tensors = dict(zip(names, arguments, strict=False))
+        given = dict(zip(names, arguments, strict=False))
 
         def compared() -> dict[str, str]:
-            """The values that must be the same on all ranks, by argument."""
-            properties = {name: repr(x) for name, x in vars(arguments[-1]).items()}
-            properties |= described("query", tensors["query"]) | described(
-                "hop_proj", tensors["hop_proj"]
-            )
+            found = {name: repr(x) for name, x in vars(arguments[-1]).items()}
+            found |= described("query", given["query"]) | described("hop_proj", given["hop_proj"])
             for name in ("in_memory", "out_memory"):
-                properties |= described(name, tensors[name], rows=True)
-            return properties | _differentiated(tensors)
+                found |= described(name, given[name], rows=True)
+            return found | _differentiated(given)
 
         return arguments, compared, ()
 
@@ -213,15 +209,14 @@ def hopfield_retrieve(
     refuse_dtensors(_RETRIEVE, beta=beta, attn_mask=attn_mask)
     rows = {name: (x, _row_dim(x)) for name, x in (("stored", stored), ("projection", projection))}
     shared = range(max(getattr(state, "ndim", 2) - 2, 0))
-    local, group, restored = local_parts(_RETRIEVE, group, rows, {"state": state}, shared)
-    stored, projection, state = local.values()
+    parts, group, restored = local_parts(_RETRIEVE, group, rows, {"state": state}, shared)
+    stored, projection, state = parts.values()
     peers = Peers(process_group(group, _RETRIEVE), _RETRIEVE)
 
     def prepare() -> tuple[Any, Callable[[], Mapping[str, str]], tuple[int, ...]]:
-        """Check this rank's arguments; also return what the ranks compare."""
-        entered_beta = beta
+        whole_beta = beta
         if isinstance(beta, Tensor):
-            entered_beta = enter(peers, "the gradient of beta", beta)
+            whole_beta = enter(peers, "the gradient of beta", beta)
         limits = (update_steps_max, update_steps_eps, stop, grad)
         flags = (attn_mask, dropout_p, need_weights, need_steps)
         call = hopfield.prepared(state, stored, projection, whole_beta, *limits, *flags)
@@ -229,29 +224,28 @@ def hopfield_retrieve(
         seed = int(draw_seed(state.device)) if p > 0 else 0
 
         def compared() -> dict[str, str]:
-            """The values that must be the same on all ranks, by argument."""
             options = (*limits, p, need_weights, need_steps)
             names = "update_steps_max update_steps_eps stop grad dropout_p need_weights need_steps"
-            properties = {n: repr(x) for n, x in zip(names.split(), options, strict=True)}
+            found = {n: repr(x) for n, x in zip(names.split(), options, strict=True)}
             if isinstance(beta, Tensor):
-                properties |= described("beta", beta)
+                found |= described("beta", beta)
             else:
-                properties["beta"] = repr(call.scale)
-            properties |= described("state", state) | described("stored", stored, rows=True)
-            properties |= described("projection", projection, rows=True)
-            tensors = {"state": state, "stored": stored, "projection": projection, "beta": beta}
-            return properties | _differentiated(tensors | {"attn_mask": attn_mask})
+                found["beta"] = repr(call.scale)
+            found |= described("state", state) | described("stored", stored, rows=True)
+            found |= described("projection", projection, rows=True)
+            given = {"state": state, "stored": stored, "projection": projection, "beta": beta}
+            return found | _differentiated(given | {"attn_mask": attn_mask})
 
         return (call, p), compared, (call.stored.shape[2], seed)
 
     (call, p), numbers = agreed(peers, check, state, prepare, 2)
-    arguments, restore = hopfield.primitive(call)
+    arguments, back = hopfield.primitive(call)
     xi = arguments[0]
-    steps = torch.zeros(xi.shape[:-1], dtype=torch.int64, device=xi.device)
+    taken = torch.zeros(xi.shape[:-1], dtype=torch.int64, device=xi.device)
     if update_steps_max != 0:
-        xi, steps = retrieved(peers, arguments)
+        xi, taken = retrieved(peers, arguments)
     wide = torch.promote_types(call.state.dtype, torch.float32)  # of the state after autocast
-    xi, keys, values, mask = call.reading(restore(xi)[..., : state.shape[-1]])
+    xi, keys, values, mask = call.reading(back(xi)[..., : state.shape[-1]])
     if mask is not None and mask.is_floating_point():
         mask = mask.to(wide)
     options, seed = AttentionOptions(call.scale), None
@@ -261,10 +255,10 @@ def hopfield_retrieve(
     out, _, weights = read.attend(xi.to(wide), keys.to(wide), values.to(wide), mask, options, seed)
     results = [restored(lowered(out.to(call.state.dtype), state.ndim))]
     if weights is not None:
-        weights_of_rank = lowered(weights.to(call.state.dtype), state.ndim)
-        results.append(restored(weights_of_rank, state.ndim - 1))
+        of_rows = lowered(weights.to(call.state.dtype), state.ndim)
+        results.append(restored(of_rows, state.ndim - 1))
     if need_steps:
-        results.append(restored(lowered(restore(steps).abs(), state.ndim)))
+        results.append(restored(lowered(back(taken).abs(), state.ndim)))
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -283,15 +277,15 @@ def _dropped(
 ) -> tuple[AttentionOptions, Tensor]:
     """Dropout with the draws of one process; ``numbers`` are each rank's rows and seed."""
     if not check:
-        rows_and_seed = torch.tensor(numbers[peers.rank], device=device)
-        received = gather(peers, rows_and_seed, [2] * peers.size, "the comparison of the seeds")
-        numbers = [x.tolist() for x in received]
+        own = torch.tensor(numbers[peers.rank], device=device)
+        found = gather(peers, own, [2] * peers.size, "the comparison of the seeds")
+        numbers = [x.tolist() for x in found]
     first = sum(rows for rows, _ in numbers[: peers.rank])
     seed = torch.tensor(numbers[0][1], device=device)
     return replace(options, dropout_p=p, first_key=first), seed
 
 
-def _differentiated(arguments: Mapping[str, Any]) -> dict[str, str]:
+def _differentiated(given: Mapping[str, Any]) -> dict[str, str]:
     """The arguments with a gradient, on which the messages of the backward depend."""
-    names = [n for n, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad]
-    return {"requires_grad": str(names if torch.is_grad_enabled() else [])}
+    found = [n for n, x in given.items() if isinstance(x, Tensor) and x.requires_grad]
+    return {"requires_grad": str(found if torch.is_grad_enabled() else [])}

@@ -155,7 +155,7 @@ class FusedBlock(Native):
         return y, _cache_entry()(key=key, value=value) if return_kv else None
 
     def _fused(self, x: Any, known: int, cached: Any, in_place: bool, keeps: bool) -> Any:
-        if not compat.nothing_intercepts() or compat.is_any_watched():
+        if not compat.may_plan() or compat.has_global_hook():
             return None
         plan = _planned(self)
         if plan is None or plan.options is None or plan.why_not(x.dtype):
@@ -196,7 +196,7 @@ class _Block(Plan):
         self.width, self.hidden = linear[-1].weight.shape
         kinds = {type(x) for x in (*attentions, *norms)}
         is_usual = (
-            not compat.are_watched(inside, does_nothing)
+            not compat.have_hooks(inside, does_nothing)
             and all(type(x) in LINEAR for x in linear)
             and all(kind.__module__ == type(block).__module__ for kind in kinds)
             and len({type(x) for x in norms}) == 1

@@ -71,31 +71,29 @@ class Mask(abc.ABC):
         """Raise an error if the mask does not fit the call."""
 
     @abc.abstractmethod
-    def _steps(self, call: Call) -> list[Kind | Leaf]:
-        """The steps of the program, in postfix order."""
+    def _steps(self, call: Call) -> list[Kind | Leaf]: ...
 
     @abc.abstractmethod
     def _may_see(self, call: Call) -> bool:
         """False only if no pair of the call is visible."""
 
     def _program(self, call: Call) -> Tensor:
-        """The program for the kernels, cached by the lengths of the call."""
         self._check(call)
         key = call.lengths()
         if key is None or not is_unintercepted():  # a traced tensor must not be cached
             return encode(self._steps(call), call.device)
         with _lock:
-            cached = self._programs.pop(key, None)
-            if cached is not None:
-                self._programs[key] = cached  # moved to the end: the least recently used is evicted
-        if cached is None:
+            kept = self._programs.pop(key, None)
+            if kept is not None:
+                self._programs[key] = kept  # moved to the end: the least recently used is evicted
+        if kept is None:
             with torch.inference_mode(False):  # autograd must be able to save it
-                cached = encode(self._steps(call), call.device)
+                kept = encode(self._steps(call), call.device)
             with _lock:
-                self._programs[key] = cached
+                self._programs[key] = kept
                 while len(self._programs) > _KEPT:
                     del self._programs[next(iter(self._programs))]
-        return cached
+        return kept
 
 
 def program(op: str, mask: Any, query: Tensor, k_len: int, offset: int) -> Tensor:
@@ -165,11 +163,10 @@ def part_of_cache_program(
 
 
 def _given(op: str, mask: Any, expected: str) -> Mask:
-    """The argument as a Mask, or TypeError with what is expected."""
-    converted = mask if isinstance(mask, Mask) else _as_mask(f"{op}: mask", mask)
-    if converted is None:
+    found = mask if isinstance(mask, Mask) else _as_mask(f"{op}: mask", mask)
+    if found is None:
         raise wrong_type(op, "mask", mask, expected)
-    return converted
+    return found
 
 
 # --- combinations --------------------------------------------------------------------------------
@@ -199,7 +196,6 @@ class _Combined(Mask):
         return all(both) if self.kind is Kind.ALL_OF else any(both)
 
     def _steps(self, call: Call) -> list[Kind | Leaf]:
-        """Both masks, then the operator; two intervals become their intersection."""
         left, right = self.left._steps(call), self.right._steps(call)
         if self.kind is Kind.ALL_OF and _is_interval(left) and _is_interval(right):
             return [_common(*left, *right)]  # one leaf to evaluate instead of two and an operator
@@ -207,9 +203,8 @@ class _Combined(Mask):
 
 
 def _is_interval(steps: list[Kind | Leaf]) -> bool:
-    """Whether the steps are one interval that is not negated."""
-    first, *more = steps
-    if more or not isinstance(first, Leaf):
+    first, *others = steps
+    if others or not isinstance(first, Leaf):
         return False
     return first.kind == Kind.INTERVAL and not first.negated
 
@@ -222,13 +217,11 @@ def _common(a: Any, b: Any) -> Leaf:
 
 
 def _combined(kind: Kind, left: Mask, right: Any) -> Any:
-    """Combine with another mask, or NotImplemented for any other operand."""
     other = _as_mask("mask", right)
     return NotImplemented if other is None else _Combined(kind, left, other)
 
 
 def _as_mask(where: str, mask: Any) -> Mask | None:
-    """Convert a Mask or BlockMask; None for anything else."""
     if isinstance(mask, Mask):
         return mask
     # Compares the class's name, because importing its module takes seconds.
@@ -252,10 +245,10 @@ def _converted(block_mask: Any) -> Mask:
     now = observe(block_mask)
     if now is None or not is_unintercepted():  # a traced tensor must not be cached
         return from_block_mask(block_mask)
-    observed_before, mask = _block_masks.get(block_mask, (None, None))
-    if mask is None or observed_before != observed:
-        observed_before, mask = observed.kept(), from_block_mask(block_mask)
-        _block_masks[block_mask] = observed_before, mask
+    before, mask = _block_masks.get(block_mask, (None, None))
+    if mask is None or before != now:
+        before, mask = now.kept(), from_block_mask(block_mask)
+        _block_masks[block_mask] = before, mask
     return mask
 
 
@@ -294,7 +287,6 @@ class _Blocks(LeafMask):
         self.states, self.bits = states, bits  # as in Kind.BLOCKS
 
     def _check(self, call: Call) -> None:
-        """The blocks must have the lengths, batch and heads of a dense call."""
         if not isinstance(call, DenseCall):
             raise RuntimeError(
                 f"{call.op}: mask must be one of positions or documents, or combine such masks: "
@@ -313,13 +305,12 @@ class _Blocks(LeafMask):
             )
         rows, heads = self.states.shape[:2]
         check_rows(call, "blocks", rows, call.batch)
-        call_heads = call.of_heads if isinstance(call, PartCall) else call.heads
-        if heads != 1 and heads != call_heads:
-            raise RuntimeError(f"{call.op}: mask must have 1 or {call_heads} heads, got {heads}")
+        most = call.of_heads if isinstance(call, PartCall) else call.heads
+        if heads != 1 and heads != most:
+            raise RuntimeError(f"{call.op}: mask must have 1 or {most} heads, got {heads}")
         check_device(call, "blocks", self.states)
 
     def _may_see(self, call: Call) -> bool:
-        """Whether any block of the part has a visible pair."""
         if self.negated or not isinstance(call, PartCall):
             return True
         (block_q, block_k), first = self.block, (call.offset, call.first_key)
@@ -328,7 +319,6 @@ class _Blocks(LeafMask):
         return bool(self.states[:, :, rows, columns].any())
 
     def _blocks(self, call: Call) -> tuple[Tensor, Tensor]:
-        """States and bits of the call, which may be a part of a larger one."""
         if not isinstance(call, PartCall):
             return self.states, self.bits
         states, first = self.states, (call.offset, call.first_key)
@@ -338,7 +328,6 @@ class _Blocks(LeafMask):
         return blocks_of_part(states, self.bits, self.block, first, lengths)
 
     def _steps(self, call: Call) -> list[Kind | Leaf]:
-        """One leaf of blocks."""
         states, bits = self._blocks(call)
         rows, heads = states.shape[:2]
         data = torch.cat([states.flatten(), bits.flatten()])
@@ -366,14 +355,14 @@ def from_function(
     from_function(<lambda>, 256 x 256)
     """
     batch, heads = (1 if n is None else n for n in (B, H))
-    for size_of, size, minimum in (("B", batch, 1), ("H", heads, 1), ("Lq", Lq, 0), ("Lk", Lk, 0)):
-        check_int("from_function", size_of, size, minimum)
+    for size_of, size, least in (("B", batch, 1), ("H", heads, 1), ("Lq", Lq, 0), ("Lk", Lk, 0)):
+        check_int("from_function", size_of, size, least)
     if not callable(mask_mod):
         raise wrong_type("from_function", "mask_mod", mask_mod, "a function")
     lengths, block = (Lq, Lk), (128, 128)
-    blocks = blocks_of_function(mask_mod, (batch, heads), lengths, block, device)
+    found = blocks_of_function(mask_mod, (batch, heads), lengths, block, device)
     name = f"from_function({getattr(mask_mod, '__name__', mask_mod)}, {Lq} x {Lk})"
-    return _Blocks(name, lengths, block, *blocks)
+    return _Blocks(name, lengths, block, *found)
 
 
 def from_block_mask(block_mask: Any) -> Mask:

@@ -51,7 +51,6 @@ class Observation:
         return Observation([_copy(x) if isinstance(x, Tensor) else x for x in self._values])
 
     def __eq__(self, other: object) -> bool:
-        """Whether all values are the same, tensors by their elements."""
         if not isinstance(other, Observation):
             return NotImplemented
         ours, theirs = self._values, other._values
@@ -80,14 +79,12 @@ def values_of(function: Any) -> list[Any] | None:
 
 
 def _copy(x: Tensor) -> Tensor:
-    """A copy that no trace or autograd records."""
     with torch.inference_mode(False), torch.no_grad():
         copy: Tensor = compat.run_outside(torch.clone, x)
     return copy
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equal tensors or constants, or the same object."""
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
@@ -108,8 +105,8 @@ def _values(value: Any, functions: set[FunctionType]) -> Iterator[Any]:
         yield value
     elif kind in _CONTAINERS:
         yield from (kind, len(value))
-        for item in value:
-            yield from _values(item, functions)
+        for part in value:
+            yield from _values(part, functions)
     elif kind is dict:
         yield from _values(tuple(value.items()), functions)
     elif kind is functools.partial:
@@ -135,7 +132,6 @@ def _is_steady(value: Any) -> bool:
 
 
 def _root(name: str | None) -> str:
-    """The name of the package that a module belongs to."""
     return (name or "").partition(".")[0]
 
 
@@ -149,8 +145,8 @@ def _values_of_function(function: FunctionType, functions: set[FunctionType]) ->
         captured = tuple(cell.cell_contents for cell in function.__closure__ or ())
     except ValueError:  # a variable without a value yet
         raise _Unobservable from None
-    captured_values = (captured, function.__defaults__, function.__kwdefaults__, vars(function))
-    yield from _values(captured_values, functions)
+    read = (captured, function.__defaults__, function.__kwdefaults__, vars(function))
+    yield from _values(read, functions)
     if _root(function.__module__) in _STEADY:
         return
     for name in _names(function.__code__):

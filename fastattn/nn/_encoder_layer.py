@@ -74,12 +74,12 @@ LINEAR = (nn.Linear, Linear, NonDynamicallyQuantizableLinear)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def submodule(layer: nn.Module, path: str) -> Any:
+def part_of(layer: nn.Module, path: str) -> Any:
     """A module inside a layer, by its dotted name."""
-    module: Any = layer
+    found: Any = layer
     for name in path.split("."):
-        module = compat.children_of(module)[name]
-    return module
+        found = compat.children_of(found)[name]
+    return found
 
 
 class Plan:
@@ -87,11 +87,11 @@ class Plan:
 
     native: Any = None  # None if the modules' own forwards must run
 
-    def __init__(self, submodules: Iterable[nn.Module], state: Iterable[dict[str, Any]]) -> None:
+    def __init__(self, inside: Iterable[nn.Module], state: Iterable[dict[str, Any]]) -> None:
         native: Any = dispatch.load("cpu")
-        modules = [*submodules]
-        state_of_modules = [x for module in modules for x in compat.state_of(module)]
-        self.facts = native.Facts([*state_of_modules, *state], modules)
+        modules = [*inside]
+        of_modules = [x for module in modules for x in compat.state_of(module)]
+        self.facts = native.Facts([*of_modules, *state], modules)
         self.holds: Callable[[], bool] = self.facts.hold
 
 
@@ -101,28 +101,28 @@ class _Layer(Plan):
     is_usual = False
 
     def __init__(self, layer: nn.Module, names: Names) -> None:
-        submodules = [x for x in layer.modules() if x is not layer]
-        super().__init__(submodules, compat.state_of(layer))  # its class is the caller's
+        inside = [x for x in layer.modules() if x is not layer]
+        super().__init__(inside, compat.state_of(layer))  # its class is the caller's
         options = None
         with contextlib.suppress(AttributeError, KeyError):  # not what `names` describes
-            options = self._read(layer, names, submodules)
+            options = self._read(layer, names, inside)
         if options is not None:
             native: Any = dispatch.load("cpu")
             self.native = native.EncoderPlan(self.facts, *options)
 
-    def _read(self, layer: nn.Module, names: Names, submodules: list[nn.Module]) -> Any:
+    def _read(self, layer: nn.Module, names: Names, inside: list[nn.Module]) -> Any:
         """What the native plan is made of; None if it can have none."""
-        linear = [None if x == "joint" else submodule(layer, x) for x in names.linear.split()]
-        norms = [submodule(layer, path) for path in names.norms.split()]
-        attention = submodule(layer, names.attention)
-        function = submodule(layer, names.activation) if names.activation else layer
+        linear = [None if x == "joint" else part_of(layer, x) for x in names.linear.split()]
+        norms = [part_of(layer, path) for path in names.norms.split()]
+        attention = part_of(layer, names.attention)
+        function = part_of(layer, names.activation) if names.activation else layer
         activation = _activation(getattr(function, names.function, None))
         pairs: list[Any] = [(x.weight, x.bias) for x in linear if x is not None]
         pairs += [(x.weight, getattr(x, "bias", None)) for x in norms]
         joint = linear[0] is None
         if joint:
             pairs[:0] = [(attention.in_proj_weight, attention.in_proj_bias), None, None]
-        scales = [submodule(layer, path) for path in names.scales.split()]
+        scales = [part_of(layer, path) for path in names.scales.split()]
         pairs += [(x.lambda1, None) for x in scales] or [None, None]
         heads = getattr(attention, names.heads)
         eps = [x.eps for x in norms]
@@ -142,29 +142,29 @@ class _Layer(Plan):
             and self.weight.shape == (width, width)
             and not (joint and not _is_usual_attention(attention, width))
         )
-        random_modules = [x for x in submodules if "Drop" in type(x).__name__]  # Dropout, DropPath
+        drawing = [x for x in inside if "Drop" in type(x).__name__]  # Dropout, DropPath
         # Each by itself: one may be in training mode alone.
-        if not self.is_usual or any(x.training for x in (layer, attention, *random_modules)):
+        if not self.is_usual or any(x.training for x in (layer, attention, *drawing)):
             return None
         # Of an RMSNorm without one: float32's, in 16 bits a version's choice.
         dtypes = _DTYPES[:1] if None in eps else _DTYPES
         eps = [torch.finfo(torch.float32).eps if x is None else x for x in eps]
         norm_first = bool(getattr(layer, "norm_first", names.norm_first))
         options = (heads, norm_first, type(norms[0]) is nn.RMSNorm, *eps, activation)
-        sizes = [_size_limits(x) if x in dtypes else (0, 0) for x in _DTYPES]
+        sizes = [_most(x) if x in dtypes else (0, 0) for x in _DTYPES]
         return (tuple(pairs), *options, sizes)
 
 
 def _is_usual_attention(attention: Any, width: int) -> bool:
     """Whether a ``MultiheadAttention`` has none of its options."""
-    defaults = {
+    usual = {
         "batch_first": True,
         "_qkv_same_embed_dim": True,
         "add_zero_attn": False,
         "embed_dim": width,
     }
-    options = {name: getattr(attention, name, None) for name in _OPTIONS_OF_ATTENTION}
-    is_usual = all(options[name] == defaults.get(name) for name in options)
+    given = {name: getattr(attention, name, None) for name in _OPTIONS_OF_ATTENTION}
+    is_usual = all(given[name] == usual.get(name) for name in given)
     return is_usual and isinstance(attention, nn.MultiheadAttention)
 
 
@@ -175,14 +175,14 @@ _OPTIONS_OF_ATTENTION = (
 _known: weakref.WeakKeyDictionary[nn.Module, _Layer] = weakref.WeakKeyDictionary()
 
 
-def plan_of(layer: nn.Module, names: Names) -> _Layer | None:
+def planned(layer: nn.Module, names: Names) -> _Layer | None:
     """The plan of a layer; None if no layer can have one."""
-    plan = _known.get(layer)
-    if plan is None or not plan.holds():
+    kept = _known.get(layer)
+    if kept is None or not kept.holds():
         if isinstance(dispatch.load("cpu"), str) or compat.MISSING:
             return None
-        plan = _known[layer] = _Layer(layer, names)
-    return plan
+        kept = _known[layer] = _Layer(layer, names)
+    return kept
 
 
 class Native(nn.Module):
@@ -215,7 +215,7 @@ class FusedEncoderLayer(Native):
     ) -> Tensor:
         """As ``torch.nn.TransformerEncoderLayer``."""
         if src_mask is None and src_key_padding_mask is None and not is_causal:
-            y = run_native((self,), self.NAMES, src)
+            y = served((self,), self.NAMES, src)
             if y is not None:
                 return y
         stock: Any = super()
@@ -241,28 +241,27 @@ class FusedEncoder(nn.Module):
         return stock.forward(src, mask, src_key_padding_mask, is_causal)
 
     def _native(self, src: Tensor, padding: Tensor | None) -> Tensor | None:
-        """The native layers on the rows without padding; None if their forwards must run."""
         layers: Any = self.layers
         if src.is_nested or compat.have_hooks(layers, does_nothing):
             return None
         if any(type(layer).forward.__module__ not in _FORWARDS for layer in layers):
             return None
         if padding is None:
-            return run_native(layers, PYTORCH, src)
+            return served(layers, PYTORCH, src)
         if src.dim() != 3 or padding.shape != src.shape[:2] or padding.dtype != torch.bool:
             return None
-        if not may_run_native(layers, PYTORCH) or not runs_eagerly(src, padding):
+        if not may_be_served(layers, PYTORCH) or not runs_eagerly(src, padding):
             return None
-        rows, starts, unpad_inverse = pack_rows(src, padding)
-        y = run_native(layers, PYTORCH, rows, starts)
-        return None if y is None else unpad_inverse(y)
+        rows, starts, back = joined(src, padding)
+        y = served(layers, PYTORCH, rows, starts)
+        return None if y is None else back(y)
 
 
 # Of the layers whose own forward computes what `PYTORCH` describes.
 _FORWARDS = ("torch.nn.modules.transformer", "fastattn.nn.transformer", __name__)
 
 
-def run_native(
+def served(
     layers: Collection[nn.Module],
     names: Names,
     x: Tensor,
@@ -279,61 +278,57 @@ def run_native(
     if not layers or not compat.may_plan() or compat.has_global_hook():
         return None
     kept = [_known.get(layer) for layer in layers]
-    native_plans = tuple([plan.native for plan in kept if plan is not None])
-    if len(native_plans) == len(layers) and None not in native_plans:
+    plans = tuple([each.native for each in kept if each is not None])
+    if len(plans) == len(layers) and None not in plans:
         run: Any = dispatch.load("cpu").encoder_layers  # type: ignore[union-attr]
         wants_gradients = torch.is_grad_enabled()
-        y = run(x, starts, relative_bias, plans=native_plans, wants_gradients=wants_gradients)
+        y = run(x, starts, relative_bias, plans=plans, wants_gradients=wants_gradients)
         if y is not None:
             return y
-    if all(plan is not None and plan.holds() for plan in kept) or not may_run_native(layers, names):
+    if all(each is not None and each.holds() for each in kept) or not may_be_served(layers, names):
         return None
-    return run_native(layers, names, x, starts, relative_bias)
+    return served(layers, names, x, starts, relative_bias)
 
 
 def may_be_served(layers: Collection[nn.Module], names: Names) -> bool:
     """Whether :func:`served` would run the layers on some tensor."""
     if not layers or not compat.may_plan() or compat.has_global_hook():
         return False
-    plans = [plan_of(layer, names) for layer in layers]
-    return all(plan is not None and plan.native is not None for plan in plans)
+    kept = [planned(layer, names) for layer in layers]
+    return all(each is not None and each.native is not None for each in kept)
 
 
 def _why_not(layer: nn.Module, names: Any) -> str:
-    """Why a layer is never native; "" if its small calls are."""
-    plan = plan_of(layer, names)
-    if plan is None or not plan.is_usual:
+    kept = planned(layer, names)
+    if kept is None or not kept.is_usual:
         return "a part of it is of another class, is watched by a hook, or has unusual options"
-    weight = plan.weight
+    weight = kept.weight
     if weight.dtype not in _DTYPES or not weight.is_cpu:
         return f"it is in {str(weight.dtype).removeprefix('torch.')} on {weight.device}"
-    if not _size_limits(weight.dtype)[0]:
+    if not _most(weight.dtype)[0]:
         return "its operators are faster on this processor"
     return ""
 
 
-def pack_rows(x: Tensor, padding: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+def joined(x: Tensor, padding: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
     """The rows [T, E] of x [B, L, E] that are no padding, where each sequence begins, [B + 1] in
     int32, and how to put rows back.
 
     ``padding`` [B, L] is True at padding, where the result is 0.
     """
-    valid = padding.logical_not()
-    positions = valid.flatten().nonzero().flatten()
+    kept = padding.logical_not()
+    places = kept.flatten().nonzero().flatten()
     width = x.shape[-1]
 
     def back(rows: Tensor) -> Tensor:
-        """Put rows [T, E] back to their positions in [B, L, E]."""
-        return (
-            rows.new_zeros(*x.shape).view(-1, width).index_copy_(0, positions, rows).view(x.shape)
-        )
+        return rows.new_zeros(*x.shape).view(-1, width).index_copy_(0, places, rows).view(x.shape)
 
-    starts = F.pad(valid.sum(1), (1, 0)).cumsum(0, dtype=torch.int32)
-    return x.reshape(-1, width).index_select(0, positions), starts, back
+    starts = F.pad(kept.sum(1), (1, 0)).cumsum(0, dtype=torch.int32)
+    return x.reshape(-1, width).index_select(0, places), starts, back
 
 
 @functools.cache
-def _size_limits(dtype: torch.dtype) -> tuple[int, int]:
+def _most(dtype: torch.dtype) -> tuple[int, int]:
     """The largest rows·E·F for which the native layer is faster than its operators, and the most
     rows for which it is at any width."""
     native = dispatch.load("cpu")
@@ -344,8 +339,7 @@ def _size_limits(dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _forget() -> None:
-    """New evidence may change which layers are native."""
-    _size_limits.cache_clear()
+    _most.cache_clear()
     _known.clear()
 
 
@@ -371,7 +365,6 @@ def does_nothing(hook: Any) -> bool:
 
 
 def _activation(function: Any) -> int:
-    """The number of an activation in the native core, 0 if it has none."""
     if isinstance(function, nn.GELU):
         return _GELU_TANH if function.approximate == "tanh" else _GELU
     if isinstance(function, nn.Module):

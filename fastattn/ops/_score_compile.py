@@ -61,56 +61,45 @@ class Graph:
         return self.nodes[a].level & _KEYS > 0 and self.nodes[b].level == 0
 
     def const(self, number: float) -> int:
-        """A node with a floating constant."""
         return self.add(Op.CONST, numbers=struct.unpack("<ii", struct.pack("<d", number)))
 
     def number_of(self, n: int) -> float:
-        """The value of a constant node."""
         number: float = struct.unpack("<d", struct.pack("<ii", *self.nodes[n].numbers))[0]
         return number
 
     def integer(self, number: int) -> int:
-        """A node with an integer constant."""
         return self.add(Op.INT, numbers=(number,))
 
-    def words(self, value: int, differentiable: Collection[int], sizes: int) -> list[int]:
+    def words(self, value: int, wanted: Collection[int], sizes: int) -> list[int]:
         """The program up to its numbers; ``wanted``: the tensors that have a gradient."""
-        gradient, scatters = self._derivative(value, differentiable)
+        gradient, scatters = self._derivative(value, wanted)
         flags = Flag.DERIVES if gradient != _SEED or scatters else Flag(0)
         if scatters:
             flags |= Flag.SCATTERS
         steps = _Steps(self.nodes)
-        value_register, forward = steps.sections(value)
-        gradient_register, backward = (
-            steps.sections(gradient, scatters) if flags else (_SEED, [[]] * 3)
-        )
+        of_value, forward = steps.sections(value)
+        of_gradient, backward = steps.sections(gradient, scatters) if flags else (_SEED, [[]] * 3)
         sections = [*forward[:2], *backward]
         if len(steps.levels) > _MOST_REGISTERS or max(map(len, sections)) > _MOST_STEPS:
             raise NotImplementedError(
                 f"flex_attention: score_mod has too many operations: {len(self.nodes)}"
             )
-        results = value_register, gradient_register, int(flags), NAMED + sizes
+        results = of_value, of_gradient, int(flags), NAMED + sizes
         header = [len(steps.levels), *map(len, sections), *results]
         assert len(header) == HEADER
-        return [
-            *header,
-            *steps.levels,
-            *(n for section in sections for step in section for n in step),
-        ]
+        return [*header, *steps.levels, *(n for part in sections for step in part for n in step)]
 
-    def own(self, op: Op, differentiable: Collection[int], tensors: Sequence[Any]) -> int:
+    def own(self, op: Op, wanted: Collection[int], tensors: Sequence[Any]) -> int:
         """How many entries of the batch, or heads, never gather the same wanted element."""
         places: dict[int, set[int]] = {}  # the dimensions that the index selects alone
         for gather in self.gathers.values():
-            if gather.captured in differentiable:
-                selected = {dim for dim, n in enumerate(gather.dims) if self.nodes[n].op is op}
-                places[gather.captured] = places.get(gather.captured, selected) & selected
-        sizes = [[tensors[x].shape[dim] for dim in selected] for x, selected in places.items()]
-        return min([max([0, *selected]) for selected in sizes], default=0)
+            if gather.captured in wanted:
+                own = {dim for dim, n in enumerate(gather.dims) if self.nodes[n].op is op}
+                places[gather.captured] = places.get(gather.captured, own) & own
+        sizes = [[tensors[x].shape[dim] for dim in own] for x, own in places.items()]
+        return min([max([0, *own]) for own in sizes], default=0)
 
-    def _derivative(
-        self, value: int, captured: Collection[int]
-    ) -> tuple[int, list[tuple[int, int]]]:
+    def _derivative(self, value: int, wanted: Collection[int]) -> tuple[int, list[tuple[int, int]]]:
         """The gradient of the score, and (gather, its gradient) of the wanted tensors.
 
         Reverse differentiation. Where a node is the same for queries or keys, its gradient is a sum
@@ -119,7 +108,7 @@ class Graph:
         differentiable = {SCORE}
         for n, node in enumerate(self.nodes):
             gather = self.gathers.get(n)
-            if (gather and gather.captured in captured) or not differentiable.isdisjoint(node.args):
+            if (gather and gather.captured in wanted) or not differentiable.isdisjoint(node.args):
                 differentiable.add(n)
             if node.op in _FLAT or (node.op is Op.SELECT and node.args[1] == node.args[2]):
                 differentiable.discard(n)
@@ -145,8 +134,8 @@ class Graph:
             own = self.nodes[n].level
             by_level[own] = self.add(Op.ADD, by_level[own], n) if own in by_level else n
         sums = [
-            n if node_level == level else self.add(Op.REDUCE, n, level=level)
-            for node_level, n in by_level.items()
+            n if own == level else self.add(Op.REDUCE, n, level=level)
+            for own, n in by_level.items()
         ]
         total = sums[0]
         for n in sums[1:]:
@@ -165,19 +154,19 @@ class Graph:
         if op is Op.MUL:
             return [(a, add(Op.MUL, g, b)), (b, add(Op.MUL, g, a))]
         if op is Op.DIV:
-            grad_a = add(Op.DIV, g, b)
-            return [(a, grad_a), (b, add(Op.NEG, add(Op.MUL, grad_a, n)))]
+            of_a = add(Op.DIV, g, b)
+            return [(a, of_a), (b, add(Op.NEG, add(Op.MUL, of_a, n)))]
         if op is Op.NEG:
             return [(a, add(Op.NEG, g))]
         if op is Op.ABS:
             positive = add(Op.SELECT, add(Op.LT, zero, a), g, zero)
             return [(a, add(Op.SELECT, add(Op.LT, a, zero), add(Op.NEG, g), positive))]
         if op in (Op.MIN, Op.MAX):  # equal arguments share it
-            less, equal = add(Op.LT, a, b), add(Op.EQ, a, b)
+            less, same = add(Op.LT, a, b), add(Op.EQ, a, b)
             first, second = (g, zero) if op is Op.MIN else (zero, g)
             half = add(Op.MUL, g, self.const(0.5))
             return [
-                (x, add(Op.SELECT, equal, half, add(Op.SELECT, less, *shares)))
+                (x, add(Op.SELECT, same, half, add(Op.SELECT, less, *shares)))
                 for x, shares in ((a, (first, second)), (b, (second, first)))
             ]
         if op is Op.SELECT:
@@ -232,53 +221,51 @@ class _Steps:
         self, result: int, scatters: Sequence[tuple[int, int]] = ()
     ) -> tuple[int, list[list[tuple[int, ...]]]]:
         """The register of the result, and the steps before, in and after the groups of keys."""
-        nodes, items = self._nodes, self._parts(result, scatters)
-        last = {x: at for at, (_, n, args, _) in enumerate(items[1]) for x in (n, *args)}
+        nodes, parts = self._nodes, self._parts(result, scatters)
+        last = {x: at for at, (_, n, args, _) in enumerate(parts[1]) for x in (n, *args)}
         registers, free = {SCORE: SCORE, _SEED: _SEED}, dict[int, list[int]]()
         steps: list[list[tuple[int, ...]]] = [[], [], []]
-        for section, emitted in zip(items, steps, strict=True):
-            for at, (op, n, args, numbers) in enumerate(section):
+        for part, found in zip(parts, steps, strict=True):
+            for at, (op, n, args, numbers) in enumerate(part):
                 operands = [registers[arg] for arg in args]
                 for arg in dict.fromkeys(args):
-                    per_key = section is items[1] and nodes[arg].level & _KEYS and arg > _SEED
-                    if per_key and last[arg] == at and arg != result:
+                    each = part is parts[1] and nodes[arg].level & _KEYS and arg > _SEED
+                    if each and last[arg] == at and arg != result:
                         free.setdefault(nodes[arg].level, []).append(registers[arg])
                 if n not in registers:
                     registers[n] = self._register(nodes[n].level, free)
                 if op is Op.REDUCE and not nodes[n].level & _KEYS:  # sums begin with 0
                     steps[0].append((Op.CONST, registers[n], 0, 0, 0))
-                emitted.append((op, registers[n], *operands, *numbers, 0, 0, 0)[:FIELDS])
+                found.append((op, registers[n], *operands, *numbers, 0, 0, 0)[:FIELDS])
         return registers[result], steps
 
     def _register(self, level: int, free: dict[int, list[int]]) -> int:
-        """A free register of this level, or a new one."""
         if level & _KEYS and free.get(level):
             return free[level].pop()
         self.levels.append(level)
         return len(self.levels) - 1
 
     def _parts(self, result: int, scatters: Sequence[tuple[int, int]]) -> list[list[_Item]]:
-        """The needed nodes, as the items of the three sections."""
-        nodes, once, per_keys, at_end = self._nodes, list[_Item](), list[_Item](), list[_Item]()
-        needed, pending = set[int](), [result]
+        nodes, before, each, after = self._nodes, list[_Item](), list[_Item](), list[_Item]()
+        needed, left = set[int](), [result]
         for gather, gradient in scatters:
-            pending += [gradient, *nodes[gather].args]
-        while pending:
-            n = pending.pop()
+            left += [gradient, *nodes[gather].args]
+        while left:
+            n = left.pop()
             if n not in needed:
                 needed.add(n)
-                pending += nodes[n].args
+                left += nodes[n].args
         for n in sorted(needed):
-            op, args, numbers, level, at_tile_end = nodes[n]
+            op, args, numbers, level, late = nodes[n]
             if op is None:
                 continue
             for_keys = level & _KEYS or (op is Op.REDUCE and nodes[args[0]].level & _KEYS)
-            section = per_keys if for_keys else at_end if at_tile_end else once
-            section.append((op, n, args, numbers))
+            part = each if for_keys else after if late else before
+            part.append((op, n, args, numbers))
         for gather, gradient in scatters:
-            section = per_keys if nodes[gather].level & _KEYS else at_end
-            section.append((Op.SCATTER, gradient, nodes[gather].args, nodes[gather].numbers))
-        return [once, per_keys, at_end]
+            part = each if nodes[gather].level & _KEYS else after
+            part.append((Op.SCATTER, gradient, nodes[gather].args, nodes[gather].numbers))
+        return [before, each, after]
 
 
 _Item = tuple[Op, int, tuple[int, ...], tuple[int, ...]]

@@ -30,24 +30,23 @@ _MAKES_CONSTANT = {"tensor", "zeros", "ones", "full", "scalar_tensor"}
 def _unsupported(what: str, why: str = "which has no kernel") -> NotImplementedError:
     """The error for an operation, with the line of the caller's code."""
     frame: Any = sys._getframe(1)
-    internal = (__file__, str(Path(torch.__file__).parent) + os.sep)
-    while frame.f_back and frame.f_code.co_filename.startswith(internal):
+    ours = (__file__, str(Path(torch.__file__).parent) + os.sep)
+    while frame.f_back and frame.f_code.co_filename.startswith(ours):
         frame = frame.f_back
-    line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    return NotImplementedError(f"{_OP}: score_mod uses {what} in {line}, {why}")
+    where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return NotImplementedError(f"{_OP}: score_mod uses {what} in {where}, {why}")
 
 
 @constant_for_compiler
 def _name_of(function: Any) -> str:
-    """The name of an operation, without the underscores of a method of Python."""
     name: str = function.__name__
     return name.strip("_") if name.startswith("__") else name
 
 
 def place_of(x: Tensor, tensors: Sequence[Tensor]) -> int:
     """The place of this tensor, -1 if there is none: the compiler would keep an id() as a guard."""
-    for n, candidate in enumerate(tensors):
-        if candidate is x:
+    for n, each in enumerate(tensors):
+        if each is x:
             return n
     return -1
 
@@ -101,7 +100,6 @@ class Tracer(TorchFunctionMode):
         return result
 
     def record(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Record an operation by its name; refuse one that has no kernel."""
         if name == "getitem":
             x, index = args
             index = index if isinstance(index, tuple) else (index,)
@@ -156,10 +154,10 @@ class Tracer(TorchFunctionMode):
             raise _unsupported(f"a captured tensor of {x.dtype} and shape {tuple(x.shape)}")
         floating, graph = x.is_floating_point(), self.graph
         captured = self.floating if floating else self.integers
-        if (place := place_of(x, captured)) < 0:
-            place = len(captured)
+        if (captured_as := place_of(x, captured)) < 0:
+            captured_as = len(captured)
             captured.append(x)
-        start = self._number(sum([tensor.numel() for tensor in captured[:place]]))
+        start = self._number(sum([each.numel() for each in captured[:captured_as]]))
         flat, stride = graph.integer(0), x.numel()
         for dim, (n, size) in enumerate(zip(index, x.shape, strict=True)):
             stride //= size
@@ -169,10 +167,10 @@ class Tracer(TorchFunctionMode):
         op = Op.GATHER if floating else Op.GATHER_INT
         node = graph.add(op, flat, numbers=(start, self._number(x.numel())))
         if floating:
-            graph.gathers[node] = Gather(place, tuple([n.node for n in index]))
+            graph.gathers[node] = Gather(captured_as, tuple([n.node for n in index]))
             return Number(self, node, "f")
-        element = Number(self, node, "i")
-        return element.to_kind("b") if x.dtype is torch.bool else element
+        found = Number(self, node, "i")
+        return found.to_kind("b") if x.dtype is torch.bool else found
 
     def _number(self, number: int) -> int:
         """The place of a number in the list of the program."""
@@ -193,20 +191,16 @@ class Recorded:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        recorded = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Recorded))
-        return recorded.tracer.record(_name_of(func), args, kwargs or {})
+        found = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Recorded))
+        return found.tracer.record(_name_of(func), args, kwargs or {})
 
 
 def _recorded(name: str) -> Any:
-    """A method of Python that records the operation of its name."""
     return lambda self, *args: self.tracer.record(name.strip("_"), (self, *args), {})
 
 
 def _refused(name: str) -> Any:
-    """A method of Python that would need the value, and raises."""
-
     def refuse(self: Recorded, *_: Any) -> Any:
-        """Raise: the value of a traced number is unknown."""
         raise _unsupported(
             f"{name}()", "but values are not known: use torch.where, not if or while"
         )
@@ -231,16 +225,15 @@ class Partial(Recorded):
         self.tracer, self.tensor, self.index = tracer, tensor, index
 
     def at(self, index: tuple[Any, ...]) -> Any:
-        """Index further dimensions; the element once all are indexed."""
         dims, tracer = self.tensor.dim(), self.tracer
         if index and index[0] is ...:
             index = index[1:] if len(self.index) + len(index) - 1 == dims else index
-        full_index = (*self.index, *(tracer.number(x) for x in index))
-        if len(full_index) > dims or any(n.kind != "i" for n in full_index[len(self.index) :]):
+        found = (*self.index, *(tracer.number(x) for x in index))
+        if len(found) > dims or any(n.kind != "i" for n in found[len(self.index) :]):
             raise _unsupported("another index", "which must be integers, one a dimension")
-        if len(full_index) < dims:
-            return Partial(tracer, self.tensor, full_index)
-        return tracer.gathered(self.tensor, full_index)
+        if len(found) < dims:
+            return Partial(tracer, self.tensor, found)
+        return tracer.gathered(self.tensor, found)
 
     @property
     def shape(self) -> torch.Size:
@@ -300,17 +293,14 @@ class Number(Recorded):
     def device(self) -> torch.device:
         return self.tracer.device
 
-    def add_node(self, op: Op, *operands: Number, kind: str | None = None) -> Number:
-        """A new node with this number as its first argument."""
-        node = self.tracer.graph.add(op, self.node, *(x.node for x in operands))
+    def add_node(self, op: Op, *others: Number, kind: str | None = None) -> Number:
+        node = self.tracer.graph.add(op, self.node, *(x.node for x in others))
         return Number(self.tracer, node, kind or self.kind)
 
     def like(self, number: float) -> Number:
-        """A constant of this number's kind."""
         return self.tracer.number(number, "f" if self.kind == "f" else None)
 
     def to_kind(self, kind: str) -> Number:
-        """This number as floating, integer or boolean."""
         if kind == self.kind:
             return self
         if kind == "b":
@@ -322,16 +312,14 @@ class Number(Recorded):
         return self.add_node(Op.TO_FLOAT if kind == "f" else Op.TO_INT, kind=kind)
 
 
-def _promoted(x: Number, other: Any, min_kind: str = "b") -> tuple[Number, Number, str]:
+def _promoted(x: Number, other: Any, least: str = "b") -> tuple[Number, Number, str]:
     """Both numbers in one kind, as PyTorch promotes them, at least ``least``."""
-    y = x.tracer.number(other, "f" if "f" in (x.kind, min_kind) else None)
-    kind = max(x.kind, y.kind, min_kind, key="bif".index)
+    y = x.tracer.number(other, "f" if "f" in (x.kind, least) else None)
+    kind = max(x.kind, y.kind, least, key="bif".index)
     return x.to_kind(kind), y.to_kind(kind), kind
 
 
 def _arithmetic(floating: Op, integral: Op) -> Any:
-    """An operation with a floating and an integer form."""
-
     def operation(x: Number, other: Any, *, alpha: Any = 1) -> Number:
         if not (isinstance(alpha, int) and alpha == 1):
             other = x.tracer.number(other) * alpha
@@ -342,20 +330,16 @@ def _arithmetic(floating: Op, integral: Op) -> Any:
 
 
 def _compared(floating: Op, integral: Op, swaps: bool = False, negates: bool = False) -> Any:
-    """A comparison with a floating and an integer form."""
-
     def operation(x: Number, other: Any) -> Number:
         a, b, kind = _promoted(x, other, "i")
         a, b = (b, a) if swaps else (a, b)
-        compared = a.add_node(floating if kind == "f" else integral, b, kind="b")
-        return compared.add_node(Op.NOT) if negates else compared
+        found = a.add_node(floating if kind == "f" else integral, b, kind="b")
+        return found.add_node(Op.NOT) if negates else found
 
     return operation
 
 
 def _bits(op: Op, logical: bool) -> Any:
-    """An operation on the bits of integers, or on booleans."""
-
     def operation(x: Number, other: Any) -> Number:
         a, b, kind = _promoted(x, other)
         if logical or kind == "b":
@@ -373,17 +357,14 @@ def _binary(op: Op, x: Any, other: Any) -> Number:
 
 
 def _unary(op: Op) -> Any:
-    """An operation on a floating number."""
     return lambda x: x.to_kind("f").add_node(op)
 
 
 def _reversed(name: str) -> Any:
-    """The operation with its operands exchanged, such as ``rsub``."""
     return lambda x, other: _OPERATIONS[name](x.tracer.number(other), x)
 
 
 def _divided(x: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
-    """True division, or floor division as ``torch.div`` spells it."""
     if rounding_mode is None:
         return _binary(Op.DIV, x, other)
     a, b, kind = _promoted(x, other, "i")
@@ -399,7 +380,6 @@ def _divided(x: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
 
 
 def _remainder(x: Any, other: Any) -> Any:
-    """x mod other with the sign of other, as in Python."""
     a, b, kind = _promoted(x, other, "i")
     if kind == "i":
         return a.add_node(Op.IMOD, b)
@@ -407,7 +387,6 @@ def _remainder(x: Any, other: Any) -> Any:
 
 
 def _where(condition: Any, a: Any, b: Any) -> Any:
-    """Select; a method passes the first branch before the condition."""
     if condition.kind != "b":  # as a method: x.where(condition, other)
         condition, a = condition.tracer.number(a), condition
     if condition.kind != "b":
@@ -419,8 +398,6 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
 
 
 def _extreme(op: Op) -> Any:
-    """min or max of two numbers."""
-
     def operation(x: Any, other: Any) -> Any:
         a, b, kind = _promoted(x, other)
         if kind == "f":
@@ -431,14 +408,12 @@ def _extreme(op: Op) -> Any:
 
 
 def _clamped(x: Any, min: Any = None, max: Any = None) -> Any:
-    """x limited to [min, max], of which either may be missing."""
     if min is not None:
         x = _where(x < min, min, x)
     return x if max is None else _where(x > max, max, x)
 
 
 def _power(x: Any, exponent: Any) -> Any:
-    """A whole power by repeated squaring, or a square root."""
     known = isinstance(exponent, (int, float))
     if known and abs(exponent) == 0.5:
         return x.sqrt() if exponent > 0 else 1 / x.sqrt()
@@ -494,8 +469,6 @@ def _converted(x: Any, *targets: Any, **named: Any) -> Any:
 
 
 def _filled(value: Any) -> Any:
-    """A constant like x: ``value``, or the last argument of ``full_like``."""
-
     def operation(x: Any, *args: Any, **kwargs: Any) -> Any:
         number = (args[-1] if args else kwargs["fill_value"]) if value is None else value
         return _converted(x.like(number), kwargs.get("dtype"))

@@ -28,7 +28,6 @@ struct Angles {
   VecUL part[kParts];
 };
 
-// The angles of one vector of columns, as 64-bit fractions of a turn.
 template <class T>
 FASTATTN_INLINE Angles<T> load_angles(const uint64_t* p) {
   typedef uint64_t Unaligned __attribute__((vector_size(kVectorBytes), aligned(8), may_alias));
@@ -52,7 +51,6 @@ FASTATTN_INLINE VecU odd_words(VecU a, VecU b, Indices<I...>) {
 // distance from it plus that eighth.
 constexpr uint64_t kEighth = uint64_t{1} << 61;
 
-// The waves of angles: the nearest quadrant, and the rest of the turn.
 FASTATTN_INLINE Waves<float> waves_of(const Angles<float>& angles) {
   typedef typename CountTo<kLanes<float>>::type All;
   const VecU a = (VecU)(angles.part[0] + kEighth), b = (VecU)(angles.part[1] + kEighth);
@@ -102,9 +100,8 @@ void add_row(const S* x, int64_t x_stride, [[maybe_unused]] const S* next, const
   for (; c + kN <= n; c += kN) {
     store_as<T>(out + c, load_as<T>(x + c, kN) * scale + load(pe + c), kN);
   }
-  const int columns_left = static_cast<int>(n - c);
-  if (columns_left > 0)
-    store_as<T>(out + c, load_as<T>(x + c, columns_left) * scale + load(pe + c), columns_left);
+  const int rest = static_cast<int>(n - c);
+  if (rest > 0) store_as<T>(out + c, load_as<T>(x + c, rest) * scale + load(pe + c), rest);
 }
 
 // The work is split into blocks of positions and, if these are few, groups of batch rows.
@@ -116,7 +113,6 @@ struct Plan {
   bool stream;
 };
 
-// How many rows and columns a task encodes.
 template <class T, class S>
 Plan make_plan(const SinusoidalParams& p) {
   constexpr int64_t kElements = kTileBytes / sizeof(T);
@@ -246,7 +242,6 @@ void run_block(const SinusoidalParams& p, const Plan& plan, int64_t block, int64
   if (plan.stream) stream_fence();
 }
 
-// One task for each tile of rows and columns.
 template <class T, class S>
 void run(const SinusoidalParams& p) {
   const Plan plan = make_plan<T, S>(p);
@@ -261,7 +256,6 @@ void run(const SinusoidalParams& p) {
 
 }  // namespace
 
-// x * scale + PE for the dtype.
 void sinusoidal(const SinusoidalParams& p) {
   if (p.B * p.H * p.L * p.D == 0) return;
   switch (p.dtype) {

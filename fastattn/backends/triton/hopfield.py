@@ -38,7 +38,6 @@ ROUND = 256  # steps per call of a search without a limit, which may never conve
 @dataclass(frozen=True)
 class _Memory(Patterns):
     def hops(self, state: Tensor, steps: int) -> Hops:
-        """The retrieval as ``steps`` hops over one memory."""
         mask, bias = (None if x is None else x.unsqueeze(2) for x in (self.mask, self.bias))
         options = MemoryHopOptions(steps, scale=self.options.scale)
         return options_of(state, *self.memories, mask, bias, options, shared=False)
@@ -53,20 +52,20 @@ class _Memory(Patterns):
         planned = plan("hops", state, block_of(width))
         of_tile = planned.BM // options.together * options.together
         # One round if there is a limit: then the host does not wait for the GPU.
-        round_steps = ROUND if options.steps_max < 0 else options.steps_max
-        for first_step, stop in _launch_ranges(taken, options.steps_max, round_steps):
+        most = ROUND if options.steps_max < 0 else options.steps_max
+        for done, until in _rounds(taken, options.steps_max, most):
             launch(
                 retrieve,
                 planned,
                 -(-lead[1] // of_tile) * lead[0],
                 state.device,
-                state=operand(state.unsqueeze(2)) if first_step == 0 else None,
+                state=operand(state.unsqueeze(2)) if done == 0 else None,
                 o=o,
                 p_out=out,
                 p_ends=ends,
                 p_steps=taken,
-                first_step=first_step,
-                steps_max=stop,
+                first_step=done,
+                steps_max=until,
                 shortest=options.eps * options.eps,
                 unit=(_ULPS * torch.finfo(torch.float32).eps) ** 2,
                 together=options.together,
@@ -74,30 +73,29 @@ class _Memory(Patterns):
             )
         return out, taken, ends
 
-    def repeat_steps(self, state: Tensor, taken: Tensor, max_steps: int) -> Steps:
-        """Repeat the search with each query's number of steps, and keep all states."""
+    def repeat(self, state: Tensor, taken: Tensor, most: int) -> Steps:
         taken = taken.contiguous()
-        o = self.hops(state, max_steps)._replace(p_steps=taken)
+        o = self.hops(state, most)._replace(p_steps=taken)
         _, trace, stats = run_forward(state, o, MemoryHopOptions())
-        return Steps(state, taken, max_steps, trace, stats)
+        return Steps(state, taken, most, trace, stats)
 
     def gradients_of(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
         state, taken, most, trace, stats = steps
-        o = self.hops(state, most)._replace(p_taken=taken)
+        o = self.hops(state, most)._replace(p_steps=taken)
         bits = needed
         if self.keys is not None:  # then the keys are the input memory
-            needed_by_hops = needed & 8 | (needed & 2) << 1 | (needed & 4) >> 1
-        needs_scores = self.bias is not None and bool(needed & 8)
-        options = MemoryHopBackwardOptions(needed=needed_by_hops)
-        grad_state, (grad_in, grad_out_memory), _, scores = run_backward(
-            grad_out, state, *self.memories, o, trace, stats, options, needs_scores
+            bits = needed & 8 | (needed & 2) << 1 | (needed & 4) >> 1
+        of_scores = self.bias is not None and bool(needed & 8)
+        options = MemoryHopBackwardOptions(needed=bits)
+        grad_state, (compared, read), _, scores = run_backward(
+            grad_out, state, *self.memories, o, trace, stats, options, of_scores
         )
         grad_bias = None
         if scores is not None and self.bias is not None:  # [G, Q, K, N]
             grad_bias = summed_to(self.bias.unsqueeze(2), scores).squeeze(2)
         if self.keys is None:
-            return grad_state, grad_in, None, grad_bias
-        return grad_state, grad_out_memory, grad_in, grad_bias
+            return grad_state, compared, None, grad_bias
+        return grad_state, read, compared, grad_bias
 
     @property
     def memories(self) -> tuple[Tensor, Tensor | None]:
@@ -105,17 +103,17 @@ class _Memory(Patterns):
         return (self.stored, None) if self.keys is None else (self.keys, self.stored)
 
 
-def _launch_ranges(taken: Tensor, steps_max: int, max_steps: int) -> Iterator[tuple[int, int]]:
+def _rounds(taken: Tensor, steps_max: int, most: int) -> Iterator[tuple[int, int]]:
     """Yield the first step of each round of a search and the end of the round.
 
-    A round has at most ``max_steps`` steps. The last one ends with ``steps_max``, or with all
-    queries at rest.
+    A round has at most ``most`` steps. The last one ends with ``steps_max``, or with all queries at
+    rest.
     """
     done = 0
     while True:
-        stop = done + max_steps if steps_max < 0 else min(done + max_steps, steps_max)
-        yield done, stop
-        done = stop
+        until = done + most if steps_max < 0 else min(done + most, steps_max)
+        yield done, until
+        done = until
         if done == steps_max or bool((taken > 0).all()):
             return
 

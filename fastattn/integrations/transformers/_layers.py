@@ -24,12 +24,12 @@ from fastattn.nn._encoder_layer import (
     Names,
     Native,
     Plan,
-    is_inert,
-    may_run_native,
-    pack_rows,
-    plan_of,
-    run_native,
-    submodule,
+    does_nothing,
+    joined,
+    may_be_served,
+    part_of,
+    planned,
+    served,
 )
 
 _NAME = "fastattn"  # in transformers' registry
@@ -44,23 +44,21 @@ class FusedLayer(Native):
     """The forward of an encoder layer in one native call, where it can be."""
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
+        self, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **more: Any
     ) -> Any:
-        """The native call for one sequence batch without a mask, else the stock forward."""
-        if attention_mask is None and _is_plain(args, kwargs) and hidden_states.dim() == 3:
-            y = self._fused(hidden_states, kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"))
+        if attention_mask is None and _is_plain(others, more) and hidden_states.dim() == 3:
+            y = self._fused(hidden_states, more.get("cu_seq_lens_q"), more.get("cu_seq_lens_k"))
             if y is not None:
                 return y
         stock: Any = super()
-        return stock.forward(hidden_states, attention_mask, *args, **kwargs)
+        return stock.forward(hidden_states, attention_mask, *others, **more)
 
     def _fused(self, x: Tensor, q_starts: Any, k_starts: Any) -> Tensor | None:
-        """The native call of this layer; None if the stock forward must run."""
-        if q_starts is not k_starts or not _is_ours(submodule(self, self.NAMES.attention)):
+        if q_starts is not k_starts or not _is_ours(part_of(self, self.NAMES.attention)):
             return None
         if q_starts is None:
-            return run_native((self,), self.NAMES, x)
-        y = run_native((self,), self.NAMES, x[0], q_starts) if len(x) == 1 else None
+            return served((self,), self.NAMES, x)
+        y = served((self,), self.NAMES, x[0], q_starts) if len(x) == 1 else None
         return None if y is None else y[None]
 
 
@@ -132,7 +130,6 @@ class _Whisper(FusedLayer):
     )
 
     def _fused(self, x: Tensor, q_starts: Any, k_starts: Any) -> Tensor | None:
-        """As other layers, but not in float16, which the stock layer clamps."""
         if x.dtype == torch.float16:  # the layer clamps what overflows
             return None
         return super()._fused(x, q_starts, k_starts)
@@ -142,35 +139,34 @@ class UnpaddedEncoder(nn.Module):
     """The forward of a stack of layers on the rows that are no padding; 0 elsewhere."""
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
+        self, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **more: Any
     ) -> Any:
-        """The stock forward on packed rows, if nothing needs the padded ones."""
         stock: Any = super()
         x, mask = hidden_states, attention_mask
-        padding = _padding_of_boolean(mask, x) if self._may_join(x, args, kwargs) else None
+        padding = _padding_of_boolean(mask, x) if self._may_join(x, others, more) else None
         if padding is None or not self._may_pack():
-            return stock.forward(x, mask, *args, **kwargs)
-        rows, starts, unpack = pack_rows(x, padding)
+            return stock.forward(x, mask, *others, **more)
+        rows, starts, back = joined(x, padding)
         packed: dict[str, Any] = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
         longest = int(starts.diff().max())
         packed |= {"max_length_q": longest, "max_length_k": longest}
-        output = stock.forward(rows[None], None, *args, **{**kwargs, **packed})
-        output.last_hidden_state = unpack(output.last_hidden_state[0])
+        output = stock.forward(rows[None], None, *others, **{**more, **packed})
+        output.last_hidden_state = back(output.last_hidden_state[0])
         return output
 
-    def _may_join(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _may_join(self, x: Tensor, others: tuple[Any, ...], more: dict[str, Any]) -> bool:
         """Whether nothing but the layers needs to know which rows are of which sequence."""
-        if x.dim() != 3 or self.training or not _is_plain(args, kwargs):
+        if x.dim() != 3 or self.training or not _is_plain(others, more):
             return False
-        if kwargs.get("output_hidden_states") or kwargs.get("return_dict", True) is False:
+        if more.get("output_hidden_states") or more.get("return_dict", True) is False:
             return False
         given = more.get("cu_seq_lens_q")
         return given is None and compat.may_plan() and not anything_is_recorded()
 
     def _may_pack(self) -> bool:
         """Whether the attention of all layers is ours, and no hook reads the positions."""
-        submodules = [module for module in self.modules() if module is not self]
-        attentions = [m for m in submodules if {"config", "scaling"} <= vars(m).keys()]
+        inside = [module for module in self.modules() if module is not self]
+        attentions = [m for m in inside if {"config", "scaling"} <= vars(m).keys()]
         if not attentions or not all(map(_is_ours, attentions)):
             return False
         return not compat.have_hooks(inside, does_nothing)
@@ -211,42 +207,39 @@ class MPNetStack(Native):
     NAMES = _MPNET
 
     def native_layers(self) -> Collection[nn.Module]:
-        """The layers of the stack."""
         layers: Any = self.layer
         return layers
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
+        self, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **more: Any
     ) -> Any:
-        """The native layers on packed rows, else the stock forward."""
         stock: Any = super()
-        if _is_plain(args, kwargs) and not kwargs.get("output_hidden_states"):
+        if _is_plain(others, more) and not more.get("output_hidden_states"):
             y = self._packed(hidden_states, attention_mask)
             if y is not None:
-                return BaseModelOutput(last_hidden_state=y) if kwargs.get("return_dict") else (y,)
-        return stock.forward(hidden_states, attention_mask, *args, **kwargs)
+                return BaseModelOutput(last_hidden_state=y) if more.get("return_dict") else (y,)
+        return stock.forward(hidden_states, attention_mask, *others, **more)
 
     def _packed(self, x: Tensor, mask: Any) -> Tensor | None:
-        """The output of the native layers, 0 at padding; None if stock must run."""
         layers: Any = self.layer
         embedding: Any = self.relative_attention_bias
         if x.dim() != 3 or compat.have_hooks((*layers, embedding), does_nothing):
             return None
         if type(embedding) is not nn.Embedding or self.training:
             return None
-        if not may_run_native(layers, _MPNET):
+        if not may_be_served(layers, _MPNET):
             return None
-        no_padding = x.new_zeros(x.shape[:2], dtype=torch.bool)
-        padding = no_padding if mask is None else _padding_of_additive(mask, x)
+        none = x.new_zeros(x.shape[:2], dtype=torch.bool)
+        padding = none if mask is None else _padding_of_additive(mask, x)
         if padding is None or has_gaps(padding):
             return None
-        rows, starts, unpack = pack_rows(x, padding)
+        rows, starts, back = joined(x, padding)
         longest = max(1, int(starts.diff().max()))  # 1 also where all is padding
         distances = torch.arange(longest - 1, -longest, -1)  # of key and query, as stock's
         buckets: Any = self.relative_position_bucket
         table = embedding.weight[buckets(distances)].t().float().contiguous()
-        y = run_native(layers, _MPNET, rows, starts, table)
-        return None if y is None else unpack(y)
+        y = served(layers, _MPNET, rows, starts, table)
+        return None if y is None else back(y)
 
 
 class TextModel(Native):
@@ -259,7 +252,6 @@ class TextModel(Native):
     WHAT = "a text encoder"
 
     def __init_subclass__(cls, **named: Any) -> None:
-        """Give a class that combines with a stock model its forward, with stock's signature."""
         super().__init_subclass__(**named)
         if cls.__bases__[0] is not TextModel:  # of a class on ours
             return
@@ -267,10 +259,9 @@ class TextModel(Native):
         stock = bases[1].forward
 
         @functools.wraps(stock)  # libraries read which arguments it has
-        def forward(self: TextModel, *args: Any, **kwargs: Any) -> Any:
-            """The native call, else the stock forward."""
-            output = self._native(*args, **kwargs) if len(args) < 3 else None
-            return stock(self, *args, **kwargs) if output is None else output
+        def forward(self: TextModel, *given: Any, **named: Any) -> Any:
+            output = self._native(*given, **named) if len(given) < 3 else None
+            return stock(self, *given, **named) if output is None else output
 
         cls.forward = forward
 
@@ -283,49 +274,48 @@ class TextModel(Native):
         position_ids: Any = None,
         cu_seq_lens_q: Any = None,
         cu_seq_lens_k: Any = None,
-        **kwargs: Any,
+        **more: Any,
     ) -> Any:
         if not compat.may_plan() or compat.has_global_hook() or anything_is_recorded():
             return None
-        if cu_seq_lens_q is not cu_seq_lens_k or not _is_plain((), kwargs):
+        if cu_seq_lens_q is not cu_seq_lens_k or not _is_plain((), more):
             return None
-        if kwargs.get("output_hidden_states") or kwargs.get("return_dict", True) is False:
+        if more.get("output_hidden_states") or more.get("return_dict", True) is False:
             return None
-        inputs = (input_ids, attention_mask, token_type_ids, position_ids, cu_seq_lens_q)
-        plan = _texts.get(self)
-        output = None if plan is None else plan.run(inputs)
-        if output is None and (plan is None or not plan.all_hold()):
-            plan = _texts_of(self)
-            output = None if plan is None else plan.run(inputs)
+        given = (input_ids, attention_mask, token_type_ids, position_ids, cu_seq_lens_q)
+        kept = _texts.get(self)
+        output = None if kept is None else kept.run(given)
+        if output is None and (kept is None or not kept.all_hold()):
+            kept = _texts_of(self)
+            output = None if kept is None else kept.run(given)
         return output
 
     def why_not_native(self) -> str:
-        """Why no call is native; "" if small ones in eval mode are."""
-        plan = _texts_of(self)
-        if plan is None or plan.native is None:
+        kept = _texts_of(self)
+        if kept is None or kept.native is None:
             return "a layer is not native, or the embeddings, hooks or configuration are unusual"
-        return next(iter(plan.layers)).why_not_native()
+        return next(iter(kept.layers)).why_not_native()
 
 
 class _Texts(Plan):
     """The native plan of a model of texts."""
 
     def __init__(self, model: nn.Module) -> None:
-        embeddings, stack = submodule(model, "embeddings"), submodule(model, _stack_of(model))
-        submodules = [*embeddings.modules(), stack, submodule(stack, "layer")]
-        super().__init__(submodules, [*compat.state_of(model), vars(model.config)])
+        embeddings, stack = part_of(model, "embeddings"), part_of(model, _stack_of(model))
+        inside = [*embeddings.modules(), stack, part_of(stack, "layer")]
+        super().__init__(inside, [*compat.state_of(model), vars(model.config)])
         self.pooler = compat.children_of(model).get("pooler")
         self.result = _TEXTS[name_of(type(model)).removesuffix("Model")]
-        self.layers: list[Any] = [*submodule(stack, "layer")]
-        self.plans = [plan_of(x, x.NAMES) for x in self.layers if isinstance(x, FusedLayer)]
+        self.layers: list[Any] = [*part_of(stack, "layer")]
+        self.plans = [planned(x, x.NAMES) for x in self.layers if isinstance(x, FusedLayer)]
         options = None
         with contextlib.suppress(AttributeError, KeyError):  # other parts than the usual
-            options = self._read(model, embeddings, stack, submodules)
+            options = self._read(model, embeddings, stack, inside)
         if options is not None:
             native: Any = dispatch.load("cpu")
             self.native = native.TextPlan(self.facts, *options)
 
-    def _read(self, model: Any, embeddings: Any, stack: Any, submodules: list[nn.Module]) -> Any:
+    def _read(self, model: Any, embeddings: Any, stack: Any, inside: list[nn.Module]) -> Any:
         """What the native plan is made of; None if it can have none."""
         children, config = dict(embeddings.named_children()), model.config
         kinds: Any = map(type, self.layers)
@@ -346,34 +336,28 @@ class _Texts(Plan):
             and not getattr(config, "is_decoder", False)
             and all(map(_runs_ours, kinds))
         )
-        attentions = [submodule(x, x.NAMES.attention) for x in self.layers] if is_usual else []
+        attentions = [part_of(x, x.NAMES.attention) for x in self.layers] if is_usual else []
         plans = tuple([x.native for x in self.plans if x is not None])
         if not attentions or None in plans or len(plans) != len(attentions):
             return None
         if not all(x.config is config and _is_ours(x) for x in attentions):
             return None
-        buffers = [getattr(embeddings, name, None) for name in ("position_ids", "token_type_ids")]
-        tensors = (
-            *(None if x is None else x.weight for x in tables),
-            norm.weight,
-            norm.bias,
-            *buffers,
-        )
+        own = [getattr(embeddings, name, None) for name in ("position_ids", "token_type_ids")]
+        tensors = (*(None if x is None else x.weight for x in tables), norm.weight, norm.bias, *own)
         padding_id = getattr(embeddings, "padding_idx", -1)
         return tensors, norm.eps, padding_id, isinstance(stack, UnpaddedEncoder), plans
 
-    def run(self, inputs: tuple[Any, ...]) -> Any:
+    def run(self, given: tuple[Any, ...]) -> Any:
         """The output of the model; None if its own forward must run."""
         if self.native is None:
             return None
         run: Any = dispatch.load("cpu").encode_texts  # type: ignore[union-attr]
-        y = run(*inputs, texts=self.native, wants_gradients=torch.is_grad_enabled())
+        y = run(*given, texts=self.native, wants_gradients=torch.is_grad_enabled())
         if y is None or self.pooler is None:
             return None if y is None else self.result(last_hidden_state=y)
         return self.result(last_hidden_state=y, pooler_output=self.pooler(y))
 
     def all_hold(self) -> bool:
-        """Whether all facts about the model and its layers still hold."""
         return self.holds() and all(x is not None and x.holds() for x in self.plans)
 
 
@@ -382,18 +366,16 @@ evidence.on_change(_texts.clear)
 
 
 def _texts_of(model: nn.Module) -> _Texts | None:
-    """A new plan of a model; None if it cannot have one."""
     if isinstance(dispatch.load("cpu"), str) or compat.MISSING:
         return None
     try:
-        plan = _texts[model] = _Texts(model)
+        kept = _texts[model] = _Texts(model)
     except (AttributeError, KeyError):  # it has no such parts
         return None
-    return plan
+    return kept
 
 
 def _stack_of(model: nn.Module) -> str:
-    """The name of the child with the layers."""
     return "transformer" if "transformer" in compat.children_of(model) else "encoder"
 
 
@@ -416,14 +398,13 @@ def _padding_of_additive(mask: Any, x: Tensor) -> Tensor | None:
         hidden = keys == torch.finfo(mask.dtype).min
         if not (hidden | (keys == 0)).all():
             return None
-    same_for_all_queries = mask.stride(2) == 0 or mask.shape[2] == 1 or (mask[:, 0] == keys).all()
-    return hidden[:, 0] if same_for_all_queries else None
+    same = mask.stride(2) == 0 or mask.shape[2] == 1 or (mask[:, 0] == keys).all()
+    return hidden[:, 0] if same else None
 
 
-def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether no argument asks for more than the last hidden state."""
-    values = [*args, *(x for name, x in kwargs.items() if name not in _HARMLESS)]
-    return all(x is None or x is False for x in values)
+def _is_plain(others: tuple[Any, ...], more: dict[str, Any]) -> bool:
+    given = [*others, *(x for name, x in more.items() if name not in _HARMLESS)]
+    return all(x is None or x is False for x in given)
 
 
 def _is_ours(attention: Any) -> bool:
@@ -466,12 +447,12 @@ _ENCODERS = {"distilbert.Transformer", *(f"{name}Encoder" for name in _TEXTS)}
 
 def layer_class(module: nn.Module) -> type | None:
     """The class with a native forward for a layer of transformers, None if it has none."""
-    fused = _LAYERS.get(name_of(type(module)))
-    if fused is None:
+    found = _LAYERS.get(name_of(type(module)))
+    if found is None:
         return None
     forward: Any = type(module).forward
     returned = forward.__annotations__.get("return")  # a tuple in some versions
-    return fused if str(returned) in ("torch.Tensor", str(Tensor)) else None
+    return found if str(returned) in ("torch.Tensor", str(Tensor)) else None
 
 
 def encoder_class(module: nn.Module) -> type | None:

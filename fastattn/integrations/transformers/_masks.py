@@ -71,7 +71,6 @@ def _dense(
     padding: Tensor | None,
     device: torch.device,
 ) -> Tensor:
-    """The mask of a pattern and a padding, [B, 1, Lq, Lk]."""
     mask = dense_mask(shape, pattern, offset, device)
     if padding is not None:
         mask = mask & padding[:, None, None, :]
@@ -82,8 +81,8 @@ def _starts(segments: Tensor) -> Tensor:
     """[S + 1], int32: the starts of the packed sequences in all rows [B · L], then the end."""
     begins = torch.ones_like(segments, dtype=torch.bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    starts = begins.flatten().nonzero().flatten()
-    return torch.nn.functional.pad(starts, (0, 1), value=segments.numel()).int()
+    at = begins.flatten().nonzero().flatten()
+    return torch.nn.functional.pad(at, (0, 1), value=segments.numel()).int()
 
 
 def dense_mask(
@@ -101,7 +100,6 @@ def dense_mask(
 
 
 def _as_dense(x: Any) -> Any:
-    """Structured masks in arguments, replaced by ordinary tensors."""
     if isinstance(x, StructuredMask):
         return x.dense()
     if isinstance(x, dict):
@@ -119,7 +117,7 @@ def attention_mask(
     kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
-    **kwargs: Any,
+    **others: Any,
 ) -> Tensor | None:
     """Return the mask that ``mask_function`` and the padding describe.
 
@@ -134,28 +132,28 @@ def attention_mask(
         q_offset, kv_offset: the positions of the first query and the first key.
         mask_function: (batch, head, query, key) -> whether the pair takes part; None is causal.
         attention_mask: [B, positions so far], True at real tokens; None without padding.
-        kwargs: the other arguments of ``transformers.masking_utils.sdpa_mask``.
+        others: the other arguments of ``transformers.masking_utils.sdpa_mask``.
     """
     from transformers import masking_utils
 
     if mask_function is None:
         mask_function = masking_utils.causal_mask_function
-    arguments = {
+    given = {
         "batch_size": batch_size,
         "kv_length": kv_length,
         "kv_offset": kv_offset,
         "mask_function": mask_function,
         "attention_mask": attention_mask,
-        **kwargs,
+        **others,
     }
-    if "cache_position" not in kwargs:
-        arguments |= {"q_length": q_length, "q_offset": q_offset}
-    if not takes_any_mask(kwargs.get("config")):
-        return masking_utils.eager_mask(**arguments)
-    as_tensor = functools.partial(masking_utils.sdpa_mask, **arguments)
+    if "cache_position" not in others:
+        given |= {"q_length": q_length, "q_offset": q_offset}
+    if not takes_any_mask(others.get("config")):
+        return masking_utils.eager_mask(**given)
+    as_tensor = functools.partial(masking_utils.sdpa_mask, **given)
 
-    positions = kwargs.get("cache_position")
-    read_tensors = [x for x in (attention_mask, q_offset, positions) if isinstance(x, Tensor)]
+    positions = others.get("cache_position")
+    read = [x for x in (attention_mask, q_offset, positions) if isinstance(x, Tensor)]
     # fastattn.trace only observes: the model must get the same mask as without it.
     if torch.compiler.is_compiling():  # it cannot trace the variable of watchers
         return as_tensor()
@@ -174,17 +172,17 @@ def attention_mask(
         pattern.segments.shape != (batch_size, q_length) or q_length != kv_length or offset != 0
     ):
         return as_tensor()
-    last_visible = offset + q_length if pattern.right == 0 else kv_length
-    padding = _padding(attention_mask, kv_offset, kv_length, last_visible)
+    reached = offset + q_length if pattern.right == 0 else kv_length
+    padding = _padding(attention_mask, kv_offset, kv_length, reached)
 
     if pattern == Pattern() and padding is not None:  # all queries can see the same keys
         return padding[:, None, None, :].expand(shape)
     if pattern == Pattern() and (
-        kwargs.get("allow_is_bidirectional_skip", False)
-        or (q_length == 1 and kwargs.get("allow_is_causal_skip", True))
+        others.get("allow_is_bidirectional_skip", False)
+        or (q_length == 1 and others.get("allow_is_causal_skip", True))
     ):
         return None
-    device = torch.device(kwargs.get("device", "cpu") if positions is None else positions.device)
+    device = torch.device(others.get("device", "cpu") if positions is None else positions.device)
     if q_length == 1:  # decoding may be compiled, and one row is small
         return _dense(shape, pattern, offset, padding, device)
     return StructuredMask(shape, pattern, offset, padding, device)
@@ -204,7 +202,7 @@ def _without_idle_bounds(pattern: Pattern, offset: int, q_len: int, k_len: int) 
     )
 
 
-def _padding(mask: Tensor | None, kv_offset: int, k_len: int, last_visible: int) -> Tensor | None:
+def _padding(mask: Tensor | None, kv_offset: int, k_len: int, reached: int) -> Tensor | None:
     """[B, Lk], True at real keys; None if all keys that queries can see are real.
 
     Positions beyond the mask are not real.
@@ -215,4 +213,4 @@ def _padding(mask: Tensor | None, kv_offset: int, k_len: int, last_visible: int)
         mask = mask[:, kv_offset : kv_offset + k_len]
         mask = torch.nn.functional.pad(mask, (0, k_len - mask.shape[1]))
     mask = mask if mask.dtype == torch.bool else mask.bool()
-    return None if bool(mask[:, :last_visible].all()) else mask
+    return None if bool(mask[:, :reached].all()) else mask

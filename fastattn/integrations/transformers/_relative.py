@@ -18,7 +18,7 @@ from fastattn.bias import Decomposed2d, Disentangled
 from fastattn.eager import runs_eagerly
 from fastattn.integrations.transformers._layers import has_gaps, name_of
 from fastattn.integrations.transformers._recording import weights_are_recorded
-from fastattn.nn._encoder_layer import is_inert, pack_rows
+from fastattn.nn._encoder_layer import does_nothing, joined
 from fastattn.nn.linear import Linear
 from fastattn.ops._disentangled import distance_buckets
 from fastattn.ops.sdpa import scaled_dot_product_attention
@@ -41,13 +41,12 @@ def _facts(rows: Tensor, layers: list[Any]) -> Any:
     if any(type(x).forward not in (nn.Linear.forward, Linear.forward) for x in layers):
         return None
     tensors = [rows, *(x.weight for x in layers), *(x.bias for x in layers)]
-    fingerprints = [native.fingerprint(x) for x in tensors if x is not None]
-    return None if None in fingerprints else (dispatch.forced.get(), rows.shape, fingerprints)
+    prints = [native.fingerprint(x) for x in tensors if x is not None]
+    return None if None in prints else (dispatch.forced.get(), rows.shape, prints)
 
 
 @functools.lru_cache(maxsize=1024)
 def _row_of(distance: int, span: int, limit: int | None) -> int:
-    """The bucket of a distance, cached because each costs an operator."""
     return int(distance_buckets(torch.tensor(distance), span, limit))
 
 
@@ -72,17 +71,16 @@ class _DebertaV2(nn.Module):
         relative_pos: Any = None,
         rel_embeddings: Any = None,
     ) -> Any:
-        """Attention with disentangled terms; stock for another query or stored distances."""
         rows = hidden_states if query_states is None else query_states
         if relative_pos is not None or rows.shape != hidden_states.shape or not rows.is_cpu:
             stock: Any = super()
-            args = (output_attentions, query_states, relative_pos, rel_embeddings)
-            return stock.forward(hidden_states, attention_mask, *args)
-        layer: Any = self
-        kinds = {"c2p", "p2c"} & set(layer.pos_att_type)
-        query = self._heads(layer.query_proj(rows))  # [B, L, H, D]
-        key = self._heads(layer.key_proj(hidden_states))
-        value = self._heads(layer.value_proj(hidden_states))
+            others = (output_attentions, query_states, relative_pos, rel_embeddings)
+            return stock.forward(hidden_states, attention_mask, *others)
+        me: Any = self
+        kinds = {"c2p", "p2c"} & set(me.pos_att_type)
+        query = self._heads(me.query_proj(rows))  # [B, L, H, D]
+        key = self._heads(me.key_proj(hidden_states))
+        value = self._heads(me.value_proj(hidden_states))
         scale = ((1 + len(kinds)) * query.shape[3]) ** -0.5
         starts = attention_mask if attention_mask.dim() == 1 else None
         longest = rows.shape[1] if starts is None else int(starts.diff().max())
@@ -96,7 +94,7 @@ class _DebertaV2(nn.Module):
             key.transpose(1, 2),
             value.transpose(1, 2),
             attention_mask.bool(),
-            layer.dropout.p if self.training else 0.0,
+            me.dropout.p if self.training else 0.0,
             scale=scale,
             relative_bias=terms,
             need_weights=output_attentions,
@@ -123,8 +121,8 @@ class _DebertaV2(nn.Module):
         rows = me.pos_dropout(embeddings)[: 2 * span]
         facts = _facts(rows, [x for x in layers if x is not None])
         if facts is not None and self in _kept and _kept[self][0] == facts:
-            query_table, key_table = _kept[self][1]
-            return Disentangled(query_table, key_table, max_distance=limit)
+            of_queries, of_keys = _kept[self][1]
+            return Disentangled(of_queries, of_keys, max_distance=limit)
         rows = torch.cat([rows, rows[-1:]])
         # What is kept is for all distances; else the rows of other lengths are left out.
         reach = span
@@ -139,14 +137,13 @@ class _DebertaV2(nn.Module):
         elif limit is None or reach <= span // 2:
             limit = None  # each distance has a row of its own
         elif reach < span:
-            missing_rows = (0, 0, 0, 0, span - reach, span - reach)
-            tables = [x if x is None else nn.functional.pad(x, missing_rows) for x in tables]
+            left_out = (0, 0, 0, 0, span - reach, span - reach)
+            tables = [x if x is None else nn.functional.pad(x, left_out) for x in tables]
         return Disentangled(tables[0], tables[1], max_distance=limit)
 
     def _heads(self, x: Tensor) -> Tensor:
-        """[..., H D] -> [..., H, D]"""
-        count: Any = self.num_attention_heads
-        return x.unflatten(-1, (count, -1))
+        heads: Any = self.num_attention_heads
+        return x.unflatten(-1, (heads, -1))
 
 
 class _DebertaV2Encoder(nn.Module):
@@ -156,7 +153,6 @@ class _DebertaV2Encoder(nn.Module):
     """
 
     def get_attention_mask(self, attention_mask: Tensor) -> Tensor:
-        """The padding [B, 1, 1, L], or the starts of packed sequences."""
         if attention_mask.dim() == 1:
             return attention_mask
         if attention_mask.dim() == 2:
@@ -168,7 +164,6 @@ class _DebertaV2Encoder(nn.Module):
     def get_rel_pos(
         self, hidden_states: Tensor, query_states: Any = None, relative_pos: Any = None
     ) -> Any:
-        """No distances: the layers compute them."""
         return relative_pos
 
 
@@ -178,36 +173,29 @@ class _UnpaddedDebertaV2Encoder(_DebertaV2Encoder):
     In place of a mask, the layers get where each sequence begins.
     """
 
-    def forward(self, hidden_states: Tensor, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
-        """The stock forward on packed rows, if nothing needs the padded ones."""
+    def forward(self, hidden_states: Tensor, attention_mask: Any, *others: Any, **more: Any) -> Any:
         stock: Any = super()
         x, mask = hidden_states, attention_mask
-        has_defaults = (
-            not args and not kwargs.get("output_attentions") and kwargs.get("return_dict", True)
-        )
-        has_defaults = (
-            has_defaults
-            and kwargs.get("query_states") is None
-            and kwargs.get("relative_pos") is None
-        )
-        padding = mask == 0 if has_defaults and self._may_join(x, mask) else None
+        plain = not others and not more.get("output_attentions") and more.get("return_dict", True)
+        plain = plain and more.get("query_states") is None and more.get("relative_pos") is None
+        padding = mask == 0 if plain and self._may_join(x, mask) else None
         if padding is None or not padding.any() or has_gaps(padding):
-            return stock.forward(x, mask, *args, **kwargs)
-        rows, starts, unpack = pack_rows(x, padding)
-        output = stock.forward(rows[None], starts, **kwargs)
-        output.last_hidden_state = unpack(output.last_hidden_state[0])
+            return stock.forward(x, mask, *others, **more)
+        rows, starts, back = joined(x, padding)
+        output = stock.forward(rows[None], starts, **more)
+        output.last_hidden_state = back(output.last_hidden_state[0])
         if output.hidden_states is not None:
-            output.hidden_states = tuple(unpack(y[0]) for y in output.hidden_states)
+            output.hidden_states = tuple(back(y[0]) for y in output.hidden_states)
         return output
 
     def _may_join(self, x: Tensor, mask: Any) -> bool:
         """Whether nothing but attention needs to know which rows are of which sequence."""
-        encoder: Any = self
-        if self.training or encoder.conv is not None or type(mask) is not Tensor or x.dim() != 3:
+        me: Any = self
+        if self.training or me.conv is not None or type(mask) is not Tensor or x.dim() != 3:
             return False
         if mask.shape != x.shape[:2] or not x.is_cpu or not runs_eagerly(x, mask):
             return False
-        if not all(isinstance(layer.attention.self, _DebertaV2) for layer in encoder.layer):
+        if not all(isinstance(layer.attention.self, _DebertaV2) for layer in me.layer):
             return False
         inside = [module for module in self.modules() if module is not self]
         return compat.may_plan() and not compat.have_hooks(inside, does_nothing)
@@ -223,23 +211,19 @@ class _Wav2Vec2Conformer(nn.Module):
         hidden_states: Tensor,
         attention_mask: Any = None,
         relative_position_embeddings: Any = None,
-        **kwargs: Any,
+        **more: Any,
     ) -> Any:
-        """Attention with the terms of Transformer-XL; stock for other positions."""
-        layer: Any = self
-        relative = layer.position_embeddings_type == "relative"
-        if not relative or not _serves(self, hidden_states, attention_mask, kwargs):
+        me: Any = self
+        relative = me.position_embeddings_type == "relative"
+        if not relative or not _serves(self, hidden_states, attention_mask, more):
             stock: Any = super()
-            args = (attention_mask, relative_position_embeddings)
-            return stock.forward(hidden_states, *args, **kwargs)
-        rows = [
-            _heads(f(hidden_states), layer)
-            for f in (layer.linear_q, layer.linear_k, layer.linear_v)
-        ]
-        table = _heads(layer.linear_pos(relative_position_embeddings[0]), layer)
-        terms = Disentangled(table.flip(0), None, layer.pos_bias_u, layer.pos_bias_v)
-        out = _attend(self, rows, attention_mask, layer.dropout.p, terms)
-        return layer.linear_out(out), None
+            others = (attention_mask, relative_position_embeddings)
+            return stock.forward(hidden_states, *others, **more)
+        rows = [_heads(f(hidden_states), me) for f in (me.linear_q, me.linear_k, me.linear_v)]
+        table = _heads(me.linear_pos(relative_position_embeddings[0]), me)
+        terms = Disentangled(table.flip(0), None, me.pos_bias_u, me.pos_bias_v)
+        out = _attend(self, rows, attention_mask, me.dropout.p, terms)
+        return me.linear_out(out), None
 
 
 class _Parakeet(nn.Module):
@@ -252,19 +236,18 @@ class _Parakeet(nn.Module):
         hidden_states: Tensor,
         position_embeddings: Any,
         attention_mask: Any = None,
-        **kwargs: Any,
+        **more: Any,
     ) -> Any:
-        """Attention with the terms of Transformer-XL and grouped heads."""
-        layer: Any = self
-        if position_embeddings is None or not _serves(self, hidden_states, attention_mask, kwargs):
+        me: Any = self
+        if position_embeddings is None or not _serves(self, hidden_states, attention_mask, more):
             stock: Any = super()
-            return stock.forward(hidden_states, position_embeddings, attention_mask, **kwargs)
-        rows = [f(hidden_states).unflatten(-1, (-1, layer.head_dim)) for f in
-                (layer.q_proj, layer.k_proj, layer.v_proj)]  # fmt: skip
-        table = layer.relative_k_proj(position_embeddings[0]).unflatten(-1, (-1, layer.head_dim))
-        terms = Disentangled(table.flip(0), None, layer.bias_u, layer.bias_v)
-        out = _attend(self, rows, attention_mask, layer.attention_dropout, terms)
-        return layer.o_proj(out), None
+            return stock.forward(hidden_states, position_embeddings, attention_mask, **more)
+        rows = [f(hidden_states).unflatten(-1, (-1, me.head_dim)) for f in
+                (me.q_proj, me.k_proj, me.v_proj)]  # fmt: skip
+        table = me.relative_k_proj(position_embeddings[0]).unflatten(-1, (-1, me.head_dim))
+        terms = Disentangled(table.flip(0), None, me.bias_u, me.bias_v)
+        out = _attend(self, rows, attention_mask, me.attention_dropout, terms)
+        return me.o_proj(out), None
 
 
 class _Sam(nn.Module):
@@ -273,40 +256,32 @@ class _Sam(nn.Module):
     RELATIVE = True
 
     def forward(self, hidden_states: Tensor, output_attentions: Any = None) -> Any:
-        """Attention of an image [B, h, w, E], with a bias for each row and column of keys."""
-        layer: Any = self
+        me: Any = self
         batch, height, width, _ = hidden_states.shape
-        # Stock interpolates tables of other sizes.
-        sizes = (2 * height - 1, 2 * width - 1)
-        fits = not layer.use_rel_pos or (
-            (layer.rel_pos_h.shape[0], layer.rel_pos_w.shape[0]) == sizes
-        )
-        drops = layer.training and layer.dropout > 0
+        fits = not me.use_rel_pos or (
+            (me.rel_pos_h.shape[0], me.rel_pos_w.shape[0]) == (2 * height - 1, 2 * width - 1)
+        )  # else stock interpolates the tables
+        drops = me.training and me.dropout > 0
         recorded = output_attentions or weights_are_recorded(self)
         if not fits or drops or recorded or not hidden_states.is_cpu:
             stock: Any = super()
             return stock.forward(hidden_states, output_attentions)
-        rows = layer.qkv(hidden_states).view(
-            batch, height * width, 3, layer.num_attention_heads, -1
-        )
+        rows = me.qkv(hidden_states).view(batch, height * width, 3, me.num_attention_heads, -1)
         query, key, value = rows.permute(2, 0, 3, 1, 4).unbind(0)
         bias = None
-        if layer.use_rel_pos:
-            bias = Decomposed2d.of_tables(query, layer.rel_pos_h, layer.rel_pos_w)
-        out = scaled_dot_product_attention(query, key, value, scale=layer.scale, relative_bias=bias)
-        return layer.proj(out.transpose(1, 2).reshape(batch, height, width, -1)), None
+        if me.use_rel_pos:
+            bias = Decomposed2d.of_tables(query, me.rel_pos_h, me.rel_pos_w)
+        out = scaled_dot_product_attention(query, key, value, scale=me.scale, relative_bias=bias)
+        return me.proj(out.transpose(1, 2).reshape(batch, height, width, -1)), None
 
 
-def _serves(layer: nn.Module, x: Tensor, mask: Any, kwargs: dict[str, Any]) -> bool:
+def _serves(layer: nn.Module, x: Tensor, mask: Any, more: dict[str, Any]) -> bool:
     """Whether the weights of this call are not wanted, and its mask is one of pairs."""
-    needs_weights = kwargs.get("output_attentions") or weights_are_recorded(layer)
-    return (
-        x.is_cpu and x.dim() == 3 and not needs_weights and (mask is None or type(mask) is Tensor)
-    )
+    wanted = more.get("output_attentions") or weights_are_recorded(layer)
+    return x.is_cpu and x.dim() == 3 and not wanted and (mask is None or type(mask) is Tensor)
 
 
 def _heads(x: Tensor, layer: Any) -> Tensor:
-    """[..., H D] -> [..., H, D]"""
     return x.unflatten(-1, (layer.num_heads, -1))
 
 
@@ -340,5 +315,5 @@ _CLASSES: dict[str, type] = {
 
 def relative_class(module: nn.Module, unpad: bool = True) -> type | None:
     """The class for a module of transformers, None if there is none."""
-    replacement = _CLASSES.get(name_of(type(module)))
-    return _UnpaddedDebertaV2Encoder if unpad and replacement is _DebertaV2Encoder else replacement
+    found = _CLASSES.get(name_of(type(module)))
+    return _UnpaddedDebertaV2Encoder if unpad and found is _DebertaV2Encoder else found
