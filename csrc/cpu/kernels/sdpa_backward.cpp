@@ -17,7 +17,7 @@ namespace FASTATTN_ISA {
 namespace {
 
 // Whether panels of one vector are faster than panels of two. Queries that fit one vector take two
-// thirds of the time (16 queries and keys in 8 heads of 64 on Zen 4), 33 to 56 take 0.86 to 1 of it:
+// thirds of the time (16 queries and keys, 8 heads of 64, Zen 4), 33 to 56 take 0.86 to 1 of it:
 // fewer lanes are empty where the last panel may be half a vector. 17 to 24 queries take 1.05.
 template <class P>
 bool fits_one_vector(int64_t queries) {
