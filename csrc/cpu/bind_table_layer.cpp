@@ -8,10 +8,10 @@
 // The first N rows are known, the others are new: their queries attend to the first key head only.
 // Keys and values of the known rows may come from an earlier call; then all rows are new.
 //
-// Attention in columns takes a few columns at a time, on all threads. All else is tasks of few enough
-// cells that everything between two reads of x stays in L2, each on one thread: a team for each
-// product would take as long to start as the product. So memory beside y is small. How many cells a task
-// takes depends on the dtype only, and a cell's bits depend on its own table only.
+// Attention in columns takes a few columns at a time, on all threads. All else is tasks of few
+// enough cells that everything between two reads of x stays in L2, each on one thread: a team for
+// each product would take as long to start as the product. So memory beside y is small. How many
+// cells a task takes depends on the dtype only, and a cell's bits depend on its own table only.
 #include <omp.h>
 
 #include <algorithm>
@@ -285,11 +285,12 @@ struct TableCall {
   FASTATTN_TENSORS(x, keys, values)
 };
 
-// The layer on x [B, R, C, E]. parts: 13 pairs of a weight and a bias, which may be None: of attention in
-// rows and in columns each query, key, value and out, of the MLP first and second, and of three norms,
-// whose weights may be None. eps: of the norms. keys, values: [B C, N, 1, D], or None. With `in_place` the
-// result is x. Returns y, and with `keeps` the keys and values of the first head; None where the layer's
-// own forward must run: a tensor is not plain memory, is unusual, or requires a gradient that is wanted.
+// The layer on x [B, R, C, E]. parts: 13 pairs of a weight and a bias, which may be None: of
+// attention in rows and in columns each query, key, value and out, of the MLP first and second, and
+// of three norms, whose weights may be None. eps: of the norms. keys, values: [B C, N, 1, D], or
+// None. With `in_place` the result is x. Returns y, and with `keeps` the keys and values of the
+// first head; None where the layer's own forward must run: a tensor is not plain memory, is
+// unusual, or requires a gradient that is wanted.
 py::object table_layer(const TableCall& c, py::handle parts, py::handle eps, int64_t num_heads,
                        int64_t known, bool rms, bool in_place, bool keeps, bool wants_gradients) {
   TableLayer t{};
