@@ -25,7 +25,7 @@ from torch import Tensor
 import fastattn
 from fastattn import bias, compat, dispatch, masks
 from fastattn.backends.primitives import AppendOptions
-from fastattn.bench.ops._base import (Intercepting)
+from fastattn.bench.ops._base import Intercepting
 from fastattn.library import operators
 
 DTYPES = {

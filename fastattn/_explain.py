@@ -12,7 +12,7 @@ from torch import Tensor
 from fastattn import compat, dispatch, explanation
 from fastattn.bench import ops
 from fastattn.bench.cells import TORCH_DTYPES, Cell, make_inputs
-from fastattn.bench.ops._base import (Intercepting)
+from fastattn.bench.ops._base import Intercepting
 from fastattn.bench.selection import add_what, cells_of
 from fastattn.library import operators
 
