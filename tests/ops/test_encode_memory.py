@@ -251,7 +251,7 @@ def test_only_what_is_needed_is_saved(backend: str) -> None:
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda s: s):  # type: ignore[arg-type, return-value]
         encode(tokens, weight.requires_grad_(), temporal)
-    assert sorted(tuple(s.shape) for s in saved) == [(1, 2, 3, 4), (4, 5)]  # tokens and factors
+    assert sorted(s.numel() for s in saved) == [20, 24]  # factors and tokens
 
 
 def test_only_the_temporal_rows_are_trained(backend: str) -> None:

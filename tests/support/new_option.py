@@ -45,7 +45,7 @@ def assert_tensor_declined(backend: Any, dtype: torch.dtype) -> None:
     options = AttentionOptions(scale=1.0)
     names = (*dispatch.tensors_by_name(_OP, known), "tilt")
     with mock.patch.object(
-        dispatch, "named", lambda op, tensors: dict(zip(names, tensors, strict=False))
+        dispatch, "tensors_by_name", lambda op, tensors: dict(zip(names, tensors, strict=False))
     ):
         for tilt, reasons in ((None, []), (x, ["has no tilt"])):
             assert dispatch.reasons_against(backend, _OP, (*known, tilt), options) == reasons

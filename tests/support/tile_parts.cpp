@@ -47,6 +47,6 @@ EXPORT int products(int count, int* left, int* right) {
 
 // Of 32 rows of `channels` floats, which ones have no parts that tiles can multiply, as bits.
 EXPORT uint32_t rows_that_are_apart(const float* rows, int64_t channels, int64_t col_stride) {
-  return rows_apart(
+  return separate_rows(
       RowsOfTile<TileFloat<3>>{rows, channels * col_stride, col_stride, channels, ~0u});
 }
