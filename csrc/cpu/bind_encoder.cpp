@@ -157,8 +157,8 @@ struct EncoderLayer {
     kernels(dtype).attention_sequences_forward(t);
   }
 
-  // Of `run`: qkv [rows, 3E], a [rows, E], h [rows, E], lse [H, rows]; m [rows, F], the hidden units,
-  // in the place of qkv.
+  // Of `run`: qkv [rows, 3E], a [rows, E], h [rows, E], lse [H, rows]; m [rows, F], the hidden
+  // units, in the place of qkv.
   int64_t scratch() const {
     const int64_t element = element_bytes(dtype);
     return rows * (std::max(3 * E, F) + 2 * E) * element + rows * H * 8 + 64;
@@ -206,9 +206,10 @@ bool read_plain(py::handle from, bool wants_gradients, TensorView* to) {
 // What a layer is computed from: its parts, and the facts of Python that they depend on.
 class EncoderPlan {
  public:
-  // parts: the pairs of weight and bias of query, key, value, output, first, second, norm1, norm2, scale1,
-  // scale2; key and value may be None, and query is then the weight of all three; the scales may be None.
-  // sizes: of float32, bf16 and fp16 the largest rows E F, and the most rows of any width.
+  // parts: the pairs of weight and bias of query, key, value, output, first, second, norm1, norm2,
+  // scale1, scale2; key and value may be None, and query is then the weight of all three; the
+  // scales may be None. sizes: of float32, bf16 and fp16 the largest rows E F, and the most rows of
+  // any width.
   EncoderPlan(const Facts& facts, const py::tuple& parts, int64_t num_heads, bool norm_first,
               bool rms, double eps1, double eps2, int activation,
               const std::array<std::array<int64_t, 2>, 3>& sizes)
@@ -226,8 +227,8 @@ class EncoderPlan {
     layer_.activation = static_cast<MlpActivation>(activation);
   }
 
-  // The layer for x [rows, E], or nothing: the facts do not hold, a tensor is not plain memory of this
-  // dtype, one requires a gradient that is wanted, or x is too large.
+  // The layer for x [rows, E], or nothing: the facts do not hold, a tensor is not plain memory of
+  // this dtype, one requires a gradient that is wanted, or x is too large.
   bool read(DType dtype, int64_t rows, int64_t E, bool wants_gradients, EncoderLayer* t) const {
     *t = layer_;
     t->dtype = dtype, t->rows = rows, t->E = E;
@@ -309,10 +310,11 @@ bool read_starts(py::handle from, int64_t rows, std::vector<int64_t>* to) {
   return to->front() == 0 && to->back() == rows;  // no row without a sequence
 }
 
-// The layers, one after the other, on x [rows, E], the sequences one after the other: sequence b is rows
-// [starts[b], starts[b + 1]), starts [B + 1] in int32. On x [B, L, E] without starts each entry is
-// one, on x [rows, E] all rows. relative_bias: None, or [num_heads, distances] in float32, distance 0
-// in the middle. The result is new, or None where another forward must run. `plans` is a tuple.
+// The layers, one after the other, on x [rows, E], the sequences one after the other: sequence b is
+// rows [starts[b], starts[b + 1]), starts [B + 1] in int32. On x [B, L, E] without starts each
+// entry is one, on x [rows, E] all rows. relative_bias: None, or [num_heads, distances] in float32,
+// distance 0 in the middle. The result is new, or None where another forward must run. `plans` is a
+// tuple.
 py::object encoder_layers(const EncoderCall& c, py::handle plans, bool wants_gradients) {
   TensorView x;
   if (!read_plain(c.x, wants_gradients, &x) || (x.rank != 2 && x.rank != 3)) return none();
@@ -351,10 +353,11 @@ py::object encoder_layers(const EncoderCall& c, py::handle plans, bool wants_gra
 //   x[b, l] = norm(word[ids[b, l]] + type[types[b, l]] + position[positions[b, l]])
 class TextPlan {
  public:
-  // tensors: word, position and type [n, E], gamma and beta [E], and what the model has for texts without
-  // positions and types: own_positions, own_types [1, n] in int64. type, beta and these may be None.
-  // padding_id: positions count the other ids, from padding_id + 1 on; negative: own_positions.
-  // unpad: whether padding is no row, and 0 in the result; else texts with padding are not served.
+  // tensors: word, position and type [n, E], gamma and beta [E], and what the model has for texts
+  // without positions and types: own_positions, own_types [1, n] in int64. type, beta and these may
+  // be None. padding_id: positions count the other ids, from padding_id + 1 on; negative:
+  // own_positions. unpad: whether padding is no row, and 0 in the result; else texts with padding
+  // are not served.
   TextPlan(const Facts& facts, const py::tuple& tensors, double eps, int64_t padding_id, bool unpad,
            const py::tuple& plans)
       : facts(facts), eps(eps), padding_id(padding_id), unpad(unpad), plans(plans) {
@@ -409,9 +412,9 @@ struct Indices {
   bool is_given() const { return view.rank != 0; }
 };
 
-// The embeddings and the layers of texts: ids [B, L], mask [B, L] in int64 or bool, 0 at padding, types
-// and positions [1 or B, L], all but ids may be None. starts: of ids [1, L], the texts one after the
-// other. The result [B, L, E] is new, or None where another forward must run.
+// The embeddings and the layers of texts: ids [B, L], mask [B, L] in int64 or bool, 0 at padding,
+// types and positions [1 or B, L], all but ids may be None. starts: of ids [1, L], the texts one
+// after the other. The result [B, L, E] is new, or None where another forward must run.
 py::object encode_texts(const TextCall& c, py::handle texts, bool wants_gradients) {
   const TextPlan& plan = texts.cast<const TextPlan&>();
   TensorView of[TextPlan::kTensors], shape;

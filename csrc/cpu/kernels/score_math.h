@@ -73,7 +73,8 @@ FASTATTN_INLINE Vec<T> exp2_of(Vec<T> x) {
   return exp2_of_parts<T>(shifted, x - (shifted - F::kShift));
 }
 
-// e^x - 1. For |x| < 1 it is (2^n - 1) + 2^n (2^f - 1), which keeps the relative accuracy of small x.
+// e^x - 1. For |x| < 1 it is (2^n - 1) + 2^n (2^f - 1), which keeps the relative accuracy of small
+// x.
 template <class T>
 FASTATTN_INLINE Vec<T> expm1_of(Vec<T> x) {
   typedef FloatFormat<T> F;
@@ -108,8 +109,8 @@ FASTATTN_INLINE Vec<T> log1p_of_any(Vec<T> x) {
   return select<T>((x < T(1)) & (x > T(-1)), r + (x - (y - T(1))) / y, r);
 }
 
-// Sine and cosine of radians up to kFarthest: x = n pi / 2 + r. In double, pi / 2 has three parts, and
-// the products of the first two with n are exact.
+// Sine and cosine of radians up to kFarthest: x = n pi / 2 + r. In double, pi / 2 has three parts,
+// and the products of the first two with n are exact.
 constexpr double kFarthest = 0x1p20;
 template <class T>
 FASTATTN_INLINE Waves<T> waves_of_radians(Vec<T> x) {

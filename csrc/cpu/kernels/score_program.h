@@ -1,8 +1,8 @@
 // Interprets a score program on a tile of scores S[key][lane], and its derivative.
 //
-// A register holds a panel of queries, [lanes], or one for each of a few keys, [keys][lanes], if its
-// number differs between keys. So the choice of an operation is paid once for all pairs of these
-// keys, and what does not depend on the key is computed once a tile.
+// A register holds a panel of queries, [lanes], or one for each of a few keys, [keys][lanes], if
+// its number differs between keys. So the choice of an operation is paid once for all pairs of
+// these keys, and what does not depend on the key is computed once a tile.
 #pragma once
 #include "../../score_program.h"
 #include "score_math.h"
@@ -362,7 +362,8 @@ class ScoreMachine {
     }
   }
 
-  // Whether the elements of each lane follow each other from key to key: a row of a matrix of pairs.
+  // Whether the elements of each lane follow each other from key to key: a row of a matrix of
+  // pairs.
   static FASTATTN_INLINE bool in_rows(const typename IntOf<T>::type* element, int64_t rows) {
     if (rows % W != 0) return false;
     Int apart{};
@@ -400,8 +401,8 @@ class ScoreMachine {
     });
   }
 
-  // What counts in a sum: not the pairs without a gradient, whose derivative may be NaN, nor the lanes
-  // past the last query.
+  // What counts in a sum: not the pairs without a gradient, whose derivative may be NaN, nor the
+  // lanes past the last query.
   FASTATTN_INLINE Vec<T> counted(const Register& x, int64_t r, int n) const {
     if (x.level == 3)
       return select<T>(load(seed_ + r * L + n * W) == T(0), Vec<T>{}, x.value(r, n));

@@ -21,8 +21,8 @@ FASTATTN_INLINE Vec<T> horner(Vec<T> x, T first, Rest... rest) {
   return horner<T>(x, rest...) * x + first;
 }
 
-// 2^f on [-1/2, 1/2], exactly 1 at 0 so that a lone key has weight 1. Relative error 2.8e-6 (coarse,
-// for weights that are rounded to bf16, whose sum is not), 2.0e-9 (fp32), 3e-18 (fp64).
+// 2^f on [-1/2, 1/2], exactly 1 at 0 so that a lone key has weight 1. Relative error 2.8e-6
+// (coarse, for weights that are rounded to bf16, whose sum is not), 2.0e-9 (fp32), 3e-18 (fp64).
 template <bool Coarse>
 FASTATTN_INLINE VecF exp2_slope(VecF f) {  // (2^f - 1) / f
   if constexpr (Coarse)
