@@ -22,14 +22,10 @@
 #include "../function.h"
 #include "facts.h"
 #include "kernel_table.h"
+#include "layer_parts.h"
 
 namespace fastattn {
 namespace {
-
-// A linear layer, a norm or the factors of columns: its weight, and its bias, which may be missing.
-struct Part {
-  TensorView weight, bias;
-};
 
 // Where each sequence begins, the order of their work, and the length of the longest.
 struct Sequences {
@@ -110,25 +106,13 @@ struct EncoderLayer {
 
   void linear(const void* x, int64_t x_stride, const Part& part, void* y, int64_t y_stride,
               MlpActivation f = MlpActivation::none) const {
-    LinearParams p{};
-    p.dtype = dtype, p.threads = threads;
-    p.M = rows, p.N = part.weight.size[0], p.K = part.weight.size[1];
-    p.x = x, p.x_stride[0] = x_stride, p.x_stride[1] = 1;
-    p.w = part.weight.data, p.w_stride = part.weight.stride[0], p.bias = part.bias.data;
-    p.y = y, p.y_stride = y_stride, p.activation = f;
-    kernels(dtype).linear(p);
+    multiply({dtype, threads, rows}, x, x_stride, part, y, y_stride, f);
   }
 
   // sum = scale x + residual, to = norm(sum); each null if it is not wanted.
   void norm(const void* x, const Part* scale, const void* residual, void* sum, const Part* part,
             double eps, void* to) const {
-    NormParams p{};
-    p.dtype = dtype, p.threads = threads, p.rows = rows, p.E = E;
-    p.x = x, p.residual = residual, p.sum = sum, p.out = to;
-    if (scale != nullptr) p.scale = scale->weight.data;
-    if (part != nullptr) p.gamma = part->weight.data, p.beta = part->bias.data;
-    p.eps = eps, p.rms = rms;
-    kernels(dtype).norm(p);
+    normalize({dtype, threads, rows}, E, x, scale, residual, sum, part, eps, rms, to);
   }
 
   void attend(char* qkv, char* to, double* lse) const {
@@ -197,11 +181,6 @@ struct EncoderLayer {
     }
   }
 };
-
-// Whether a tensor is plain memory, and needs no tape.
-bool read_plain(py::handle from, bool wants_gradients, TensorView* to) {
-  return read_exact(from, to) && !is_negated(from) && !(wants_gradients && requires_gradient(from));
-}
 
 // What a layer is computed from: its parts, and the facts of Python that they depend on.
 class EncoderPlan {

@@ -22,6 +22,7 @@
 
 #include "../function.h"
 #include "kernel_table.h"
+#include "layer_parts.h"
 #include "threads.h"
 
 namespace fastattn {
@@ -29,14 +30,11 @@ namespace {
 
 class TableLayer {
  public:
-  struct Linear {
-    TensorView weight, bias;  // [n, k], [n]; no data: none
-  };
   struct Attention {
-    Linear query, key, value, out;  // [E, E]
+    Part query, key, value, out;  // [E, E]
   };
   struct Norm {
-    TensorView gamma, beta;  // [E]; no data: none
+    Part part;  // [E]
     double eps;
   };
 
@@ -45,7 +43,7 @@ class TableLayer {
   int64_t B, R, C, E, H, F;
   int64_t N;  // the known rows
   Attention rows, columns;
-  Linear first, second;  // [F, E], [E, F]
+  Part first, second;  // [F, E], [E, F]
   Norm norms[3];
   bool rms;
   const char* x;                    // [B, R, C, E]
@@ -57,10 +55,11 @@ class TableLayer {
   bool is_usual() const {
     bool usual = H > 0 && E % H == 0 && N > 0 && F > 0 && (is_cached() || N <= R);
     for (const Attention* each : {&rows, &columns})
-      for (const Linear* part : {&each->query, &each->key, &each->value, &each->out})
+      for (const Part* part : {&each->query, &each->key, &each->value, &each->out})
         usual = usual && fits(*part, E, E);
     usual = usual && fits(first, F, E) && fits(second, E, F);
-    for (const Norm& norm : norms) usual = usual && fits(norm.gamma, E) && fits(norm.beta, E);
+    for (const Norm& norm : norms)
+      usual = usual && fits(norm.part.weight, E) && fits(norm.part.bias, E);
     if (!usual || !is_cached()) return usual;
     for (const TensorView* each : {&keys, &values})
       if (!each->has_sizes({B * C, N, 1, E / H}) || each->stride[3] != 1) return false;
@@ -113,7 +112,7 @@ class TableLayer {
     return std::max<int64_t>(1, cells() / std::max<int64_t>(1, R));
   }
 
-  static bool fits(const Linear& part, int64_t n, int64_t k) {
+  static bool fits(const Part& part, int64_t n, int64_t k) {
     const TensorView& w = part.weight;
     return w.data != nullptr && w.has_sizes({n, k}) && (w.stride[1] == 1 || k == 1) &&
            fits(part.bias, n);
@@ -169,25 +168,17 @@ class TableLayer {
   }
 
   // to [count, n] = f(from W^T + b)
-  void linear(const void* from, int64_t count, const Linear& part, void* to,
+  void linear(const void* from, int64_t count, const Part& part, void* to,
               MlpActivation f = MlpActivation::none) const {
-    LinearParams p{};
-    p.dtype = dtype, p.threads = 1;
-    p.M = count, p.N = part.weight.size[0], p.K = part.weight.size[1];
-    p.x = from, p.x_stride[0] = p.K, p.x_stride[1] = 1;
-    p.w = part.weight.data, p.w_stride = part.weight.stride[0], p.bias = part.bias.data;
-    p.y = to, p.y_stride = p.N, p.activation = f;
-    kernels(dtype).linear(p);
+    const TensorView& w = part.weight;
+    multiply({dtype, 1, count}, from, w.size[1], part, to, w.size[0], f);
   }
 
   // to [count, E] = norm(from + residual)
-  void normalize(const void* from, const void* residual, int64_t count, const Norm& norm,
-                 void* to) const {
-    NormParams p{};
-    p.dtype = dtype, p.threads = 1, p.rows = count, p.E = E;
-    p.x = from, p.residual = residual, p.out = to;
-    p.gamma = norm.gamma.data, p.beta = norm.beta.data, p.eps = norm.eps, p.rms = rms;
-    kernels(dtype).norm(p);
+  void add_and_normalize(const void* from, const void* residual, int64_t count, const Norm& norm,
+                         void* to) const {
+    normalize({dtype, 1, count}, E, from, nullptr, residual, nullptr, &norm.part, norm.eps, rms,
+              to);
   }
 
   // Heads of width D in cells [sequences, length, E].
@@ -216,7 +207,7 @@ class TableLayer {
     p.threads = 1, p.q = heads(q, C), p.k = heads(k, C), p.v = heads(v, C), p.out = heads(o, C);
     attend(p, count, C, C, H);
     linear(o, cells, rows.out, q);
-    normalize(q, from, cells, norms[0], y + r0 * C * E * element());
+    add_and_normalize(q, from, cells, norms[0], y + r0 * C * E * element());
   }
 
   // Queries of cells, and keys and values of the known ones.
@@ -267,10 +258,10 @@ class TableLayer {
     char *const a = scratch, *const b = a + bytes, *const m = b + bytes, *const hidden = m + bytes;
     copy<false>(cells, a);
     linear(of_group(g, g.o, cells), count, columns.out, b);
-    normalize(b, a, count, norms[1], b);
+    add_and_normalize(b, a, count, norms[1], b);
     linear(b, count, first, hidden, MlpActivation::gelu);
     linear(hidden, count, second, m);
-    normalize(m, b, count, norms[2], a);
+    add_and_normalize(m, b, count, norms[2], a);
     copy<true>(cells, a);
   }
 
@@ -300,8 +291,8 @@ py::object table_layer(const TableCall& c, py::handle parts, py::handle eps, int
   t.dtype = x.dtype;
   t.B = x.size[0], t.R = x.size[1], t.C = x.size[2], t.E = x.size[3], t.H = num_heads, t.N = known;
   TableLayer::Attention &r = t.rows, &k = t.columns;
-  TableLayer::Linear* const layers[] = {&r.query, &r.key,   &r.value, &r.out,   &k.query,
-                                        &k.key,   &k.value, &k.out,   &t.first, &t.second};
+  Part* const layers[] = {&r.query, &r.key,   &r.value, &r.out,   &k.query,
+                          &k.key,   &k.value, &k.out,   &t.first, &t.second};
   const auto pairs = parts.cast<py::tuple>(), each_eps = eps.cast<py::tuple>();
   expect(pairs.size() == 13 && each_eps.size() == 3,
          "parts must be 13 pairs, and eps three numbers");
@@ -313,8 +304,8 @@ py::object table_layer(const TableCall& c, py::handle parts, py::handle eps, int
     const auto pair = pairs[n].cast<py::tuple>();
     TableLayer::Norm& norm = t.norms[n < 10 ? 0 : n - 10];
     if (n >= 10) norm.eps = each_eps[n - 10].cast<double>();
-    if (!reads(pair[0], n < 10 ? &layers[n]->weight : &norm.gamma) ||
-        !reads(pair[1], n < 10 ? &layers[n]->bias : &norm.beta))
+    if (!reads(pair[0], n < 10 ? &layers[n]->weight : &norm.part.weight) ||
+        !reads(pair[1], n < 10 ? &layers[n]->bias : &norm.part.bias))
       return none();
   }
   if (!reads(c.keys, &t.keys) || !reads(c.values, &t.values)) return none();
