@@ -10,14 +10,13 @@ import contextlib
 import functools
 import importlib
 import math
-import weakref
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastattn import compat, dispatch, evidence
+from fastattn import compat, dispatch
 from fastattn.integrations._registration import Counted, Registration, check_version
 from fastattn.nn._encoder_layer import (
     LINEAR,
@@ -27,6 +26,7 @@ from fastattn.nn._encoder_layer import (
     is_exact_gelu,
     largest_layer,
     part_of,
+    plan_of,
 )
 from fastattn.ops import scaled_dot_product_attention
 
@@ -157,7 +157,7 @@ class FusedBlock(Native):
     def _fused(self, x: Any, known: int, cached: Any, in_place: bool, keeps: bool) -> Any:
         if not compat.may_plan() or compat.has_global_hook():
             return None
-        plan = _planned(self)
+        plan: _Block | None = plan_of(self, _Block)
         if plan is None or plan.options is None or plan.why_not(x.dtype):
             return None
         run: Any = dispatch.load("cpu").table_layer  # type: ignore[union-attr]
@@ -168,7 +168,7 @@ class FusedBlock(Native):
         return run(x, *cache, eps=eps, known=known, **plan.options, **calls)
 
     def why_not_native(self) -> str:
-        plan = _planned(self)
+        plan: _Block | None = plan_of(self, _Block)
         if plan is None or plan.options is None:
             return "a part of it is of another class, is watched by a hook, or has unusual options"
         weight = plan.options["parts"][0][0]
@@ -221,19 +221,6 @@ class _Block(Plan):
             return ""
         name = str(dtype).removeprefix("torch.")
         return f"its operators are faster in {name} on this processor, or it has no such kernel"
-
-
-_blocks: weakref.WeakKeyDictionary[nn.Module, _Block] = weakref.WeakKeyDictionary()
-evidence.on_change(_blocks.clear)
-
-
-def _planned(block: nn.Module) -> _Block | None:
-    plan = _blocks.get(block)
-    if plan is None or not plan.holds():
-        if isinstance(dispatch.load("cpu"), str) or compat.MISSING:
-            return None
-        plan = _blocks[block] = _Block(block)
-    return plan
 
 
 @functools.cache

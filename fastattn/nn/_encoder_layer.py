@@ -172,17 +172,23 @@ _OPTIONS_OF_ATTENTION = (
     "batch_first embed_dim _qkv_same_embed_dim bias_k bias_v add_zero_attn head_network "
     "relative_bias _watch _context"
 ).split()
-_known: weakref.WeakKeyDictionary[nn.Module, _Layer] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
+def plan_of(module: nn.Module, make: Callable[..., Any], *arguments: Any) -> Any:
+    """The plan of a module, which ``make(module, *arguments)`` makes; None if none can have one."""
+    plan = _known.get(module)
+    if plan is None or not plan.holds():
+        if isinstance(dispatch.load("cpu"), str) or compat.MISSING:
+            return None
+        plan = _known[module] = make(module, *arguments)
+    return plan
 
 
 def planned(layer: nn.Module, names: Names) -> _Layer | None:
-    """The plan of a layer; None if no layer can have one."""
-    kept = _known.get(layer)
-    if kept is None or not kept.holds():
-        if isinstance(dispatch.load("cpu"), str) or compat.MISSING:
-            return None
-        kept = _known[layer] = _Layer(layer, names)
-    return kept
+    """The plan of an encoder layer."""
+    plan: _Layer | None = plan_of(layer, _Layer, names)
+    return plan
 
 
 class Native(nn.Module):
