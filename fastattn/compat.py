@@ -225,7 +225,7 @@ def constant_for_compiler(function: Function) -> Function:
     return function
 
 
-def is_symbolic(x: int) -> bool:
+def is_symbolic_number(x: int) -> bool:
     """Whether the compiler keeps this number as a symbol. 2.13; other versions were not checked."""
     if not torch.compiler.is_dynamo_compiling():
         return False

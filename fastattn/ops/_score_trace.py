@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fastattn.backends._score_program import NAMED, Op
-from fastattn.compat import constant_for_compiler, is_symbolic
+from fastattn.compat import constant_for_compiler, is_symbolic_number
 from fastattn.ops._score_compile import SCORE, Gather, Graph
 
 _OP = "flex_attention"
@@ -131,7 +131,7 @@ class Tracer(TorchFunctionMode):
             return Partial(self, x, ()).at(())
         if isinstance(x, bool):
             return Number(self, graph.integer(-int(x)), "b")
-        if isinstance(x, int) and is_symbolic(x):
+        if isinstance(x, int) and is_symbolic_number(x):
             node = graph.add(Op.NUMBER, numbers=(self._number(x),))
             return Number(self, node, "i").to_kind(kind or "i")
         if isinstance(x, int) and kind != "f":
