@@ -157,7 +157,7 @@ def _planned(
             if limit is not None:
                 checks.check_int64(f"{_OP}: max_seqlen_{of}", limit)
             _check_values(of, ends.tolist(), limit, None)
-    if biases != (None, None):
+    if any(x is not None for x in biases):
         starts = [x.to(torch.int64) for x in starts]
     seed = draw_seed(query.device) if plan.options.dropout_p else None
     of_heads, last = (slopes, seed, sinks), plan.options.bottom_right
