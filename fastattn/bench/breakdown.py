@@ -183,7 +183,7 @@ def _measure(found: CellResult, calls: Calls, rounds: int, order: random.Random)
 
 def _calls(cell: Cell, seed: int) -> Calls:
     """The calls named by `Part.within`."""
-    op, x, theirs = ops.get(cell.op), make_inputs(cell, seed), make_inputs(cell, seed)
+    op, x, stock_inputs = ops.get(cell.op), make_inputs(cell, seed), make_inputs(cell, seed)
     forward = op.ours(cell, x)
     calls: Calls = dict.fromkeys(("call", "forward", "plain"), forward)
     calls["floor"] = tuple
@@ -193,8 +193,8 @@ def _calls(cell: Cell, seed: int) -> Calls:
         calls["floor"] = lambda: torch.autograd.grad(
             _Nothing.apply(out, *leaves), leaves, x.grad_out
         )
-    if not op.why_not_theirs(cell):
-        calls["torch"] = run_passes(cell, op.theirs(cell, theirs), theirs)
+    if not op.why_not_stock(cell):
+        calls["torch"] = run_passes(cell, op.stock(cell, stock_inputs), stock_inputs)
     return calls
 
 

@@ -120,7 +120,7 @@ class Model(Module):
     def ours(self, cell: Cell, x: Inputs, library: Any = None) -> Forward:
         return self._with(cell, x, "fastattn")
 
-    def theirs(self, cell: Cell, x: Inputs) -> Forward:
+    def stock(self, cell: Cell, x: Inputs) -> Forward:
         return self._with(cell, x, "sdpa")
 
     def eager(self, cell: Cell, x: Inputs) -> Forward:

@@ -111,14 +111,14 @@ class Torch(Provider):
             return ["it does not call scaled_dot_product_attention"]
         if self.variant in ("efficient", "cudnn") and cell.device == "cpu":
             return [f"PyTorch has its {self.variant} kernel on GPUs only"]
-        return ops.get(cell.op).why_not_theirs(cell)
+        return ops.get(cell.op).why_not_stock(cell)
 
     def prepare(self, cell: Cell, inputs: ops.Inputs) -> Callable[[], Outputs]:
         return run_passes(cell, self.forward(cell, inputs), inputs)
 
     def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
         """The forward pass that is timed."""
-        return ops.get(cell.op).theirs(cell, inputs)
+        return ops.get(cell.op).stock(cell, inputs)
 
 
 class Eager(Torch):

@@ -50,12 +50,12 @@ class WorkerProcess:
 
     def __init__(self, threads: int, cpus: Sequence[int], isa: str = "") -> None:
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115
-        self._connection, theirs = multiprocessing.Pipe()
+        self._connection, child_end = multiprocessing.Pipe()
         own = thread_variables(threads) | ({"FASTATTN_CPU_ISA": isa} if isa else {})
-        with theirs:
+        with child_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "fastattn.bench.worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-m", "fastattn.bench.worker", str(child_end.fileno())],
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._printed,
                 stderr=self._printed,

@@ -228,15 +228,15 @@ class Operator:
         """The call of the provider `torch-eager`: without any fused attention."""
         if self.equation is not None:
             return lambda: self.equation(cell, x)
-        if self.why_not_theirs(cell):
+        if self.why_not_stock(cell):
             return within(functools.partial(fastattn.use_backend, "reference"), self.ours(cell, x))
-        return within(functools.partial(sdpa_kernel, SDPBackend.MATH), self.theirs(cell, x))
+        return within(functools.partial(sdpa_kernel, SDPBackend.MATH), self.stock(cell, x))
 
-    def theirs(self, cell: Cell, x: Inputs) -> Forward:
+    def stock(self, cell: Cell, x: Inputs) -> Forward:
         """The call of the provider `torch`: the best that PyTorch has."""
         return self.eager(cell, x)
 
-    def why_not_theirs(self, cell: Cell) -> list[str]:
+    def why_not_stock(self, cell: Cell) -> list[str]:
         """The reasons why PyTorch does not support this cell."""
         return messages(self.NOT_IN_TORCH, cell)
 

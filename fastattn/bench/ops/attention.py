@@ -164,7 +164,7 @@ class SDPA(Operator):
             options |= {"dropout_p": 0.1, "generator": torch.Generator().manual_seed(0)}
         return tensors, options
 
-    def theirs(self, cell: Cell, x: Inputs) -> Forward:
+    def stock(self, cell: Cell, x: Inputs) -> Forward:
         options: Any = {"is_causal": cell.mask == "causal", "enable_gqa": cell["H"] != cell["Hkv"]}
         query, key, value = self.leaves(x)
         call = functools.partial(scaled_dot_product_attention, query, key, value, **options)
@@ -268,7 +268,7 @@ class VARLEN(Operator):
             inputs["relative_bias"] = draw.normal(cell["H"], 2 * max(lengths) - 1)
         return inputs
 
-    def theirs(self, cell: Cell, x: Inputs) -> Forward:
+    def stock(self, cell: Cell, x: Inputs) -> Forward:
         """PyTorch's call; the time includes padding and packing, which packed tensors require."""
         leaves, ends, longest = self.leaves(x), x.cu_seqlens_q, max(_lengths(cell))
         grouped = cell["H"] != cell["Hkv"]
@@ -376,7 +376,7 @@ class DECODE(Operator):
                 options[name] = torch.full(rows, scale, device=tensors[1].device)
         return tensors, options
 
-    def theirs(self, cell: Cell, x: Inputs) -> Forward:
+    def stock(self, cell: Cell, x: Inputs) -> Forward:
         """With option=latent, the fastest form that PyTorch has: docs/benchmarks.md explains it."""
         query, key, value = _cache(cell, x)
         latent, group = cell.option == "latent", cell["H"] // cell["Hkv"]

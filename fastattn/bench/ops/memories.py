@@ -235,6 +235,6 @@ class KEY_VALUE_MEMORY(Operator):
         memory.used = torch.ones_like(memory.used)
         return partial(memory.read, x.query)
 
-    def theirs(self, cell: Cell, x: Inputs) -> Forward:
+    def stock(self, cell: Cell, x: Inputs) -> Forward:
         attention = functional.scaled_dot_product_attention
         return partial(attention, x.query, x["keys"], x["values"])

@@ -44,7 +44,7 @@ class Twin(Module):
     def ours(self, cell: Cell, x: Inputs, library: Any = fastattn.nn) -> Forward:
         return self.built(functools.partial(self.build, library), cell, x)
 
-    def theirs(self, cell: Cell, x: Inputs) -> Forward:
+    def stock(self, cell: Cell, x: Inputs) -> Forward:
         return self.ours(cell, x, nn)
 
     def exact(self, cell: Cell, x: Inputs) -> Forward:
@@ -90,10 +90,10 @@ class _Decoder(Twin):
     def call(self, cell: Cell, module: nn.Module, x: Inputs) -> Any:
         return module(*self.leaves(x), tgt_mask=x.get("tgt_mask"), tgt_is_causal=True)
 
-    def theirs(self, cell: Cell, x: Inputs) -> Forward:
+    def stock(self, cell: Cell, x: Inputs) -> Forward:
         square = torch.ones(cell["L"], cell["L"], dtype=torch.bool, device=x.grad_out.device)
         x["tgt_mask"] = square.triu(1)  # PyTorch needs the mask, too
-        return super().theirs(cell, x)
+        return super().stock(cell, x)
 
 
 class _Transformer(_Decoder):
