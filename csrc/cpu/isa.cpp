@@ -171,7 +171,7 @@ const char* forced() {
   return name != nullptr && *name != '\0' ? name : nullptr;
 }
 
-// Applies FASTATTN_CPU_ISA: one instruction set, then those of single dtypes.
+// Applies FASTATTN_CPU_ISA: one instruction set, then instruction sets of single dtypes.
 void use(const std::string& spelled) {
   const KernelTable* chosen[kDtypes];
   size_t end = spelled.find(',');

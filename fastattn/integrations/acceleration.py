@@ -107,7 +107,7 @@ def accelerate(model: nn.Module, *, linear: bool = True, unpad: bool = True) -> 
     - processors of diffusers that ask its registry: by the backend ``"fastattn"``, as after
       :func:`fastattn.integrations.diffusers.register`.
     - layers of TabPFN, by its registry, as after :func:`fastattn.integrations.tabpfn.register`,
-      which **holds for the whole process**; those of versions 2 to 2.6 are one native call each.
+      which **holds for the whole process**; layers of versions 2 to 2.6 are one native call each.
     - code that calls ``torch.nn.functional.scaled_dot_product_attention``: by
       :func:`fastattn.integrations.torch.activate`. **This one holds for the whole process**, not
       for this model alone, and for the CPU only. It is used if the model has such code.

@@ -147,9 +147,9 @@ class ScoreGradients {
     return f;
   }
 
-  // s: S -> dropout(P). ds: dP -> dS, the gradient of scale S; those of the biases are added on the
-  // way. For queries [i0, i1) and keys r; `rows` is that of query i0. With sinks and a whole tile,
-  // `rows` gets the delta and the scale that sink_gradient needs.
+  // s: S -> dropout(P). ds: dP -> dS, the gradient of scale S; gradients of the biases are added
+  // on the way. For queries [i0, i1) and keys r; `rows` begins with query i0. With sinks and a whole
+  // tile, `rows` gets the delta and the scale that sink_gradient needs.
   void run(const Buffers& f, int64_t b, int64_t h, int64_t i0, int64_t i1, Range r, Bias<T> bias,
            const PreparedRows<T>& rows) const {
     const int64_t nk = r.end - r.begin;

@@ -89,7 +89,7 @@ class TileDecode {
     double* lse;         // [rows]
     float* total;        // a state: that of each panel
     float* chunk_state;  // a state
-    void* products;      // those of the products
+    void* products;      // of the products
     size_t bytes;        // without these
   };
 

@@ -67,8 +67,8 @@ FASTATTN_INLINE void split(VecF a, VecF b, __m512i (&parts)[kParts], Join join) 
 
 typedef uint16_t Element;  // of a tile: the bits of a bf16 or of an fp16
 
-// The formats of operands: the parts of two vectors a and b as words (a[i], b[i]), or those of a
-// and then those of b; the number whose parts are `step` elements from each other; and the product.
+// The formats of operands: the parts of two vectors a and b as words (a[i], b[i]), or all of a
+// and then all of b; the number whose parts are `step` elements from each other; and the product.
 template <int kPartsT>
 struct AsBf16 {
   typedef Bf16 Number;

@@ -52,7 +52,7 @@ class TileProducts {
     float* weights[2];  // [2][part][16 words][queries]
     typename Rows::Buffers rows;
     float* scratch_square;  // [32][32]
-    Square* squares;        // those of the scores, then those of the outputs
+    Square* squares;        // of the scores, then of the outputs
     Element* keys;          // [piece] packed blocks
     Element* values;        // [piece] packed blocks
     // Per block, which keys and which values are packed as zeros, and computed pair by pair.
