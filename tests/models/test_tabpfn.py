@@ -29,7 +29,7 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
 
 
 def register() -> Any:
-    library("tabpfn")  # from here on it can be imported
+    registry()  # from here on it can be imported
     from fastattn.integrations import tabpfn
 
     return tabpfn.register()
