@@ -16,28 +16,33 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
-// Whether panels of one vector are faster than panels of two. Queries that fit one vector take two
-// thirds of the time (16 queries and keys, 8 heads of 64, Zen 4), 33 to 56 take 0.86 to 1 of it:
-// fewer lanes are empty where the last panel may be half a vector. 17 to 24 queries take 1.05.
+// The unit of a sequence. Only the kernels that compute in float32 have panels of one vector: each
+// is compiled once more.
+//
+// Queries that fit one vector take two thirds of the time of panels of two (16 queries and keys, 8
+// heads of 64, Zen 4), 33 to 56 take 0.86 to 1 of it: fewer lanes are empty where the last panel
+// may be half a vector. 17 to 24 queries take 1.05.
 template <class P>
-bool fits_one_vector(int64_t queries) {
-  constexpr int64_t W = kLanes<float>;
-  return queries <= W || (P::kHalves && 2 * W < queries && queries <= 3 * W + W / 2);
-}
+struct Units {
+  template <class Use>
+  static auto with(const Sequence& s, Use use) {
+    constexpr int64_t W = kLanes<float>;
+    if constexpr (kSame<P, Single> && P::kHasVariants)
+      if (s.Lq <= W || (P::kHalves && 2 * W < s.Lq && s.Lq <= 3 * W + W / 2))
+        return use(BackwardUnit<P, 1>(s));
+    return use(BackwardUnit<P>(s));
+  }
+};
 
 }  // namespace
 
 // Without pairs there is nothing to add: the caller passed zeros.
-//
-// Only the kernels that compute in float32 have panels of one vector: each is compiled once more.
 void attention_backward(const AttentionParams& p) {
   if (p.B == 0 || p.Hq == 0 || p.Lq == 0 || p.Lk == 0) return;
   with_policy(p.dtype, [&](auto policy) {
     const Sequences sequences(p);
     typedef decltype(policy) P;
-    if constexpr (kSame<P, Single> && P::kHasVariants)
-      if (fits_one_vector<P>(p.Lq)) return Backward<P, BackwardUnit<P, 1>>(sequences).run();
-    Backward<P, BackwardUnit<P>>(sequences).run();
+    Backward<P, Units<P>>(sequences).run();
   });
 }
 
@@ -46,7 +51,7 @@ void attention_sequences_backward(const SequencesParams& p) {
   with_policy(p.attention.dtype, [&](auto policy) {
     const Sequences sequences(p);
     typedef decltype(policy) P;
-    Backward<P, BackwardUnit<P>>(sequences).run();
+    Backward<P, Units<P>>(sequences).run();
   });
 }
 

@@ -153,8 +153,9 @@ class Prepare {
 
 // The parallel schedule. A unit is (key head, chunk of keys): it owns dK and dV of its chunk and
 // adds a partial dQ. Chunks depend on Lk alone, and partial dQs are added in the order of chunks,
-// in parallel or not, so the bits are the same.
-template <class P, class Unit>
+// in parallel or not, so the bits are the same. `Units` chooses the type of a sequence's unit from
+// the sequence alone, so that its bits do not depend on the others either.
+template <class P, class Units>
 class Backward {
   typedef typename P::Acc T;
 
@@ -168,8 +169,20 @@ class Backward {
     }
   }
 
-  // The row statistics of all queries, then dq, dk and dv by chunks of keys.
   void run() {
+    const Sequence first = sequences_.at(0);
+    Units::with(first, [&](const auto& unit) { run_from(first, unit); });
+  }
+
+ private:
+  const Sequences& sequences_;
+  double work_ = 0, flops_ = 0;
+  T* memory_ = nullptr;
+
+  // The row statistics of all queries, then dq, dk and dv by chunks of keys. `of_first`: the unit
+  // of the first sequence.
+  template <class First>
+  void run_from(const Sequence& first, const First& of_first) {
     const int64_t count = sequences_.count();
     const Tasks rows(count, [&](int64_t n) {
       const Sequence s = sequences_.at(n);
@@ -187,8 +200,6 @@ class Backward {
         __builtin_malloc(static_cast<size_t>(parts.total()) * sizeof(T) + kCacheLine);
     T* const partial = reinterpret_cast<T*>(
         round_up(reinterpret_cast<int64_t>(allocated), kCacheLine));  // tiles store whole lines
-    const Sequence first = sequences_.at(0);
-    const Unit of_first(first);
     const int64_t rounds = splits(first) ? owners(first).members : 1;
     const Tasks tasks(count, [&](int64_t n) { return plan(n).tasks; });
     const Tasks sums(count, [&](int64_t n) { return plan(n).sums; });
@@ -196,7 +207,7 @@ class Backward {
     const bool follow = of_first.heads_follow();  // then the heads of all sequences do
     const int64_t chunk =
         follow ? max_of<int64_t>(1, min_of(kHeadsInOrder, tasks.total() / (team * 4))) : 1;
-    const auto run_unit = [&](const Sequence& s, const Unit& unit, int64_t n, int64_t own,
+    const auto run_unit = [&](const Sequence& s, const auto& unit, int64_t n, int64_t own,
                               int64_t m) {
       if (splits(s))
         one_chunk(s, unit, own, m, prepared(rows, n), partial + parts.before(n));
@@ -208,12 +219,14 @@ class Backward {
       const int64_t n = tasks.sequence_of(t), own = t - tasks.before(n);
       Sequence s = sequences_.at(n);
       s.score_sums = score_sums(s, own);
-      run_unit(s, Unit(s), n, own, m);
+      Units::with(s, [&](const auto& unit) { run_unit(s, unit, n, own, m); });
     };
     const auto sum = [&](int64_t t, int64_t m) __attribute__((noinline)) {
       const int64_t n = sums.sequence_of(t);
       const Sequence s = sequences_.at(n);
-      sum_chunks(s, Unit(s), t - sums.before(n), m, partial + parts.before(n));
+      Units::with(s, [&](const auto& unit) {
+        sum_chunks(s, unit, t - sums.before(n), m, partial + parts.before(n));
+      });
     };
     if (team == 1) {  // without OpenMP, which a small call would notice
       for (int64_t m = 0; m < rounds; ++m) {
@@ -233,11 +246,6 @@ class Backward {
     __builtin_free(allocated);
     __builtin_free(memory_);
   }
-
- private:
-  const Sequences& sequences_;
-  double work_ = 0, flops_ = 0;
-  T* memory_ = nullptr;
 
   static bool empty(const Sequence& s) { return s.Lq == 0 || s.Lk == 0; }
 
@@ -291,8 +299,9 @@ class Backward {
   // mask has no key axis.
   bool splits(const Sequence& s) const {
     const bool own_keys = s.grad_mask.data == nullptr || s.grad_mask.stride[3] != 0;
-    return own_keys && !has_score_sums(s) && s.threads > 1 && Unit(s).chunks() > 1 &&
-           static_cast<double>(s.Lq) * s.Lk * 4 * s.threads > work_;
+    return own_keys && !has_score_sums(s) && s.threads > 1 &&
+           static_cast<double>(s.Lq) * s.Lk * 4 * s.threads > work_ &&
+           Units::with(s, [](const auto& unit) { return unit.chunks() > 1; });
   }
 
   struct Plan {
@@ -305,8 +314,9 @@ class Backward {
     if (empty(s)) return {0, 0, 0};
     const int64_t own = owners(s).count, group = s.Hq / s.Hkv;
     if (!splits(s)) return {own, 0, 0};
-    const Unit unit(s);
-    return {own * unit.chunks(), own * group, own * unit.chunks() * group * unit.dq_size()};
+    return Units::with(s, [&](const auto& unit) -> Plan {
+      return {own * unit.chunks(), own * group, own * unit.chunks() * group * unit.dq_size()};
+    });
   }
 
   PreparedRows<T> prepared(const Tasks& rows, int64_t n) const {
@@ -318,7 +328,8 @@ class Backward {
   // What the chunks of a head share; a head in one piece is prepared just before.
   void prepare(const Tasks& rows) const {
     const auto of = [&](const Sequence& s, int64_t n) {
-      return preparation(s, Unit(s), prepared(rows, n));
+      return Units::with(s,
+                         [&](const auto& unit) { return preparation(s, unit, prepared(rows, n)); });
     };
     const Tasks tasks(sequences_.count(), [&](int64_t n) {
       const Sequence s = sequences_.at(n);
@@ -332,10 +343,12 @@ class Backward {
       rows_of.run(t - tasks.before(n), static_cast<char*>(thread_scratch(rows_of.bytes())));
     });
   }
+  template <class Unit>
   static Prepare<P> preparation(const Sequence& s, const Unit& unit, PreparedRows<T> to) {
     return Prepare<P>(s, to, unit.sums_delta(), Unit::forward_scores());
   }
 
+  template <class Unit>
   static void one_chunk(const Sequence& s, const Unit& unit, int64_t t, int64_t m,
                         const PreparedRows<T>& prepared, T* partial) {
     typename Unit::Buffers buf = unit.allocate(thread_scratch(unit.allocate(nullptr).bytes));
@@ -344,6 +357,7 @@ class Backward {
   }
 
   // dq of one query head: the sum of its chunks, in their order.
+  template <class Unit>
   static void sum_chunks(const Sequence& s, const Unit& unit, int64_t t, int64_t m, T* partial) {
     const int64_t group = s.Hq / s.Hkv, size = unit.dq_size(), chunks = unit.chunks();
     T* sum = partial + t / group * chunks * group * size + t % group * size;
@@ -351,6 +365,7 @@ class Backward {
     unit.write_dq(owners(s).head(s, t / group, m), t % group, sum);
   }
 
+  template <class Unit>
   static void all_chunks(const Sequence& s, const Unit& unit, int64_t owner,
                          const PreparedRows<T>& prepared) {
     const int64_t group = s.Hq / s.Hkv, head_size = group * unit.dq_size();

@@ -6,6 +6,17 @@
 
 namespace fastattn {
 namespace FASTATTN_ISA {
+namespace {
+
+template <class P>
+struct TileUnits {
+  template <class Use>
+  static auto with(const Sequence& s, Use use) {
+    return use(TileBackwardUnit<P>(s));
+  }
+};
+
+}  // namespace
 
 // Backward of a batch, on tiles where they support it.
 void attention_backward(const AttentionParams& p) {
@@ -14,7 +25,7 @@ void attention_backward(const AttentionParams& p) {
   with_operands(p, [&](auto operands) {
     typedef decltype(operands) P;
     const Sequences sequences(p);
-    Backward<P, TileBackwardUnit<P>>(sequences).run();
+    Backward<P, TileUnits<P>>(sequences).run();
   });
 }
 
@@ -25,7 +36,7 @@ void attention_sequences_backward(const SequencesParams& p) {
     with_operands(part.attention, [&](auto operands) {
       typedef decltype(operands) P;
       const Sequences sequences(part);
-      Backward<P, TileBackwardUnit<P>>(sequences).run();
+      Backward<P, TileUnits<P>>(sequences).run();
     });
   };
   divide(p, backward_on_tiles, tiled, FASTATTN_BASE::table.attention_sequences_backward);
