@@ -7,11 +7,21 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
+// Calls step(k) for k < K; a number that is known when the kernel is compiled is Width<K>().
+template <class Step>
+FASTATTN_INLINE void each_step(int64_t K, Step step) {
+  _Pragma("GCC unroll 2") for (int64_t k = 0; k < K; ++k) step(k);
+}
+template <int K, class Step>
+FASTATTN_INLINE void each_step(Width<K>, Step step) {
+  FASTATTN_UNROLL for (int k = 0; k < K; ++k) step(k);
+}
+
 // acc[r][n] = start(r, n) + sum_k A(r, k) * B[k * ldb + n * lanes]; then finish(r, n, acc[r][n]).
 // A(r, k) is A[r * lda + k], or A[k * lda + r] with kColumns. A is read in place, by broadcast.
-template <class P, int kRows, int kVectors, bool kColumns, class Start, class Finish>
+template <class P, int kRows, int kVectors, bool kColumns, class Count, class Start, class Finish>
 FASTATTN_INLINE void tile(const typename P::Word* __restrict A, int64_t lda,
-                          const typename P::Word* __restrict B, int64_t ldb, int64_t K, Start start,
+                          const typename P::Word* __restrict B, int64_t ldb, Count K, Start start,
                           Finish finish) {
   typedef typename P::Acc T;
   constexpr int W = kLanes<T>;
@@ -24,7 +34,7 @@ FASTATTN_INLINE void tile(const typename P::Word* __restrict A, int64_t lda,
   const typename P::Word* base[kBases];
   FASTATTN_UNROLL for (int g = 0; g < kBases; ++g) base[g] = A + 3 * g * lda;
 
-  _Pragma("GCC unroll 2") for (int64_t k = 0; k < K; ++k) {
+  each_step(K, [&](int64_t k) __attribute__((always_inline)) {
     Vec<T> b[kVectors];
     FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) b[n] = load(B + k * ldb + n * W);
     FASTATTN_UNROLL for (int r = 0; r < kRows; ++r) {
@@ -32,25 +42,25 @@ FASTATTN_INLINE void tile(const typename P::Word* __restrict A, int64_t lda,
       FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) acc[r][n] =
           P::multiply_add(a, b[n], acc[r][n]);
     }
-  }
+  });
   FASTATTN_UNROLL for (int r = 0; r < kRows; ++r) FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n)
       finish(r, n, acc[r][n]);
 }
 
 // The same for the first half of one vector, from zero; finish(r, x) gets it padded with zeros.
-template <class P, int kRows, class Finish>
+template <class P, int kRows, class Count, class Finish>
 FASTATTN_INLINE void half_tile(const float* __restrict A, int64_t lda, const float* __restrict B,
-                               int64_t ldb, int64_t K, Finish finish) {
+                               int64_t ldb, Count K, Finish finish) {
   typedef typename CountTo<kLanes<float> / 2>::type Lanes;
   HalfF acc[kRows] = {};
   constexpr int kBases = (kRows + 2) / 3;
   const float* base[kBases];
   FASTATTN_UNROLL for (int g = 0; g < kBases; ++g) base[g] = A + 3 * g * lda;
-  _Pragma("GCC unroll 2") for (int64_t k = 0; k < K; ++k) {
+  each_step(K, [&](int64_t k) __attribute__((always_inline)) {
     const HalfF b = load_half(B + k * ldb);
     FASTATTN_UNROLL for (int r = 0; r < kRows; ++r) acc[r] =
         P::multiply_add(splat_half(base[r / 3][(r % 3) * lda + k], Lanes()), b, acc[r]);
-  }
+  });
   FASTATTN_UNROLL for (int r = 0; r < kRows; ++r) finish(r, padded_half(acc[r]));
 }
 
@@ -112,6 +122,9 @@ FASTATTN_INLINE void product_rows(int64_t rows, const typename P::Word* A, int64
   block(Width<1>());
 }
 
+// The chain of a few queries in float32, and the words of several that are computed at a time.
+constexpr int kShortChain = 4, kShortChains = 16;
+
 // The longest chain of additions in a dot product, in words. For a few queries PyTorch uses a
 // matrix-vector product with short chains, whose error this must match; short chains are free
 // there, because reading keys is the bound. Doubles favour accuracy. Without FMA, products are
@@ -124,7 +137,7 @@ FASTATTN_INLINE int64_t longest_chain(const AttentionParams& p) {
   constexpr bool kFused = false;
 #endif
   constexpr bool kDouble = kSame<T, double>;
-  if (p.Lq <= 8) return kDouble ? 2 : 4;
+  if (p.Lq <= 8) return kDouble ? 2 : kShortChain;
   return p.Lq <= 32 || kDouble || !kFused ? 16 : 256;
 }
 
@@ -132,7 +145,8 @@ FASTATTN_INLINE int64_t longest_chain(const AttentionParams& p) {
 template <class P, int kVectors>
 FASTATTN_INLINE int64_t score_calls(int64_t rows, int64_t K, int64_t chain) {
   const int64_t kRows = K <= chain ? P::kScoreRows : P::kScoreRows / kVectors;
-  return (rows + kRows - 1) / kRows * ((K + chain - 1) / chain);
+  const int64_t step = max_of<int64_t>(chain, kShortChains);
+  return (rows + kRows - 1) / kRows * ((K + step - 1) / step);
 }
 
 // S[row][lane] = sum_k A[row * lda + k] * panel[k][lane], and the maximum over the rows.
@@ -155,10 +169,9 @@ FASTATTN_INLINE void score_tiles(int64_t rows, const typename P::Word* A, int64_
     top[n] = max_of(top[n], s);
   };
   // Parts of the products of a tile of rows.
-  const auto products = [&](auto width, int64_t r0, int64_t k, int64_t count,
+  const auto products = [&](auto width, int64_t r0, int64_t k, auto count,
                             auto finish) __attribute__((always_inline)) {
     constexpr int kTile = decltype(width)::value;
-    meanwhile();
     if constexpr (kHalf)
       half_tile<P, kTile>(A + r0 * lda + k, lda, panel + k * lanes, lanes, count,
                           [&](int r, VecF s) __attribute__((always_inline)) { finish(r, 0, s); });
@@ -169,6 +182,7 @@ FASTATTN_INLINE void score_tiles(int64_t rows, const typename P::Word* A, int64_
   if (K <= chain)
     return each_tile<P::kScoreRows>(
         rows, [&](auto width, int64_t r0) __attribute__((always_inline)) {
+          meanwhile();
           products(width, r0, 0, K, [&](int r, int n, Vec<T> s) __attribute__((always_inline)) {
             keep(r0 + r, n, s);
           });
@@ -177,15 +191,19 @@ FASTATTN_INLINE void score_tiles(int64_t rows, const typename P::Word* A, int64_
   constexpr int kRows = P::kScoreRows / kVectors;
   each_tile<kRows>(rows, [&](auto width, int64_t r0) __attribute__((always_inline)) {
     constexpr int kTile = decltype(width)::value;
-    Vec<T> sum[kTile][kVectors];
-    const auto chunk_products = [&](int64_t k, auto finish) __attribute__((always_inline)) {
-      products(width, r0, k, min_of(K - k, chain), finish);
-    };
-    chunk_products(0,
-                   [&](int r, int n, Vec<T> s) __attribute__((always_inline)) { sum[r][n] = s; });
-    for (int64_t k = chain; k < K; k += chain)
-      chunk_products(
-          k, [&](int r, int n, Vec<T> s) __attribute__((always_inline)) { sum[r][n] += s; });
+    Vec<T> sum[kTile][kVectors] = {};
+    const auto add = [&](int r, int n, Vec<T> s) __attribute__((always_inline)) { sum[r][n] += s; };
+    int64_t k = 0;
+    if constexpr (kVectors == 1 && P::kPerWord == 1)
+      for (; chain == kShortChain && k + kShortChains <= K; k += kShortChains) {
+        meanwhile();
+        FASTATTN_UNROLL for (int from = 0; from < kShortChains; from += kShortChain)
+            products(width, r0, k + from, Width<kShortChain>(), add);
+      }
+    for (; k < K; k += chain) {
+      meanwhile();
+      products(width, r0, k, min_of(K - k, chain), add);
+    }
     FASTATTN_UNROLL for (int r = 0; r < kTile; ++r)
         FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) keep(r0 + r, n, sum[r][n]);
   });
