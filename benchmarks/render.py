@@ -324,16 +324,14 @@ def main() -> int:
         return 1 if old else 0
     for path, text in texts.items():
         path.write_text(text)
-    import pictures
-
-    from fastattn.bench import plots
+    import pictures  # imports matplotlib
 
     speeds = first_speeds(on_most_processors(main_results, named(FIGURES))[1])
-    for theme in plots.THEMES:
-        plots.save(pictures.across(speeds, theme), IMAGES / f"{ACROSS}-{theme}.png")
-        plots.draw(next(iter(main_results.values())), IMAGES / f"{MAIN}-{theme}.png", theme)
+    for theme in pictures.THEMES:
+        pictures.save(pictures.across(speeds, theme), IMAGES / f"{ACROSS}-{theme}.png")
+        pictures.draw(next(iter(main_results.values())), IMAGES / f"{MAIN}-{theme}.png", theme)
         for result in list(named(BREAKDOWN).values())[:1]:
-            plots.save(pictures.budgets(result, theme), IMAGES / f"{BREAKDOWN}-{theme}.png")
+            pictures.save(pictures.budgets(result, theme), IMAGES / f"{BREAKDOWN}-{theme}.png")
     pages = ", ".join(str(path.relative_to(ROOT)) for path in texts)
     print(f"Written: {pages}, and the pictures in {IMAGES.name}/")
     return 0

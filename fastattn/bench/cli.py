@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +71,13 @@ def run_cells(args: argparse.Namespace) -> int:
     rows = summarise(result)
     text = summary.page(result, rows, metrics)
     print(text)
-    writers: dict[str, Callable[[Path], Any]] = {
-        "json": partial(results.save_json, result, rows),
-        "md": lambda path: path.write_text(text),
-    }
-    if any(row["ms"] is not None for row in rows) and find_spec("matplotlib"):
-        from fastattn.bench import plots  # imports matplotlib
-
-        writers["png"] = partial(plots.draw, result)
-    elif folder:
-        missing = "matplotlib is missing (pip install 'fastattn[bench]')"
-        print(f"No plot: nothing was measured, or {missing}", file=sys.stderr)
-    files = {folder / f"results.{kind}": write for kind, write in writers.items() if folder}
+    write_json = partial(results.save_json, result, rows)
+    files: dict[Path, Callable[[Path], Any]] = {}
+    if folder:
+        files[folder / "results.json"] = write_json
+        files[folder / "results.md"] = lambda path: path.write_text(text)
     if path := placed(args.json, args.device):
-        files[path] = writers["json"]
+        files[path] = write_json
     written = [_written(path, write) for path, write in files.items()]
     return exit_code(result.ended, rows) if all(written) else UNWRITTEN
 
@@ -379,7 +371,7 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
 
     words = "{processor} in a path is replaced by the folder of this machine, see `bench env`"
     out = parser.add_argument_group("output", words)
-    _add(out, "--out DIR", "write results.json after every cell, and at the end .md and .png")
+    _add(out, "--out DIR", "write results.json after every cell, and at the end results.md")
     _add(out, "--json FILE", "write raw samples and the environment")
     out.add_argument("--resume", action="store_true", help="continue the run in --out")
     words = f"columns of the table, comma-separated: {', '.join(summary.METRICS)}"
