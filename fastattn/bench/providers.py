@@ -94,12 +94,27 @@ class Provider:
         return {name: str(getattr(of, "__version__", "of no version")) for name, of in modules}
 
 
-class Torch(Provider):
+class Stock(Provider):
+    """PyTorch's functions and modules, as a call of the operator."""
+
+    variant = ""  # what follows the @ in its name
+
+    def why_not(self, cell: Cell) -> list[str]:
+        return ops.get(cell.op).why_not_stock(cell)
+
+    def prepare(self, cell: Cell, inputs: ops.Inputs) -> Callable[[], Outputs]:
+        return run_passes(cell, self.forward(cell, inputs), inputs)
+
+    def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
+        """The forward pass that is timed."""
+        return ops.get(cell.op).stock(cell, inputs)
+
+
+class Torch(Stock):
     """The best that PyTorch has: its fused attention, its module, or the plain equation."""
 
     ABOUT = "PyTorch: F.scaled_dot_product_attention, nn.MultiheadAttention, else the equation"
-    VARIANTS: Sequence[str] = ("math", "flash", "efficient", "cudnn")  # kernels of its attention
-    variant = ""
+    VARIANTS = ("math", "flash", "efficient", "cudnn")  # kernels of its attention
 
     def select(self, variant: str) -> None:
         self.variant, suffix = variant, "" if variant == "math" else "_ATTENTION"
@@ -111,19 +126,11 @@ class Torch(Provider):
             return ["it does not call scaled_dot_product_attention"]
         if self.variant in ("efficient", "cudnn") and cell.device == "cpu":
             return [f"PyTorch has its {self.variant} kernel on GPUs only"]
-        return ops.get(cell.op).why_not_stock(cell)
-
-    def prepare(self, cell: Cell, inputs: ops.Inputs) -> Callable[[], Outputs]:
-        return run_passes(cell, self.forward(cell, inputs), inputs)
-
-    def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
-        """The forward pass that is timed."""
-        return ops.get(cell.op).stock(cell, inputs)
+        return super().why_not(cell)
 
 
-class Eager(Torch):
+class Eager(Stock):
     ABOUT = "PyTorch, the plain equation: softmax(Q Kᵀ) V with the scores in memory"
-    VARIANTS = ()
 
     def why_not(self, cell: Cell) -> list[str]:
         return []
@@ -132,9 +139,8 @@ class Eager(Torch):
         return ops.get(cell.op).eager(cell, inputs)
 
 
-class Compiled(Torch):
+class Compiled(Stock):
     ABOUT = "PyTorch: what the provider torch runs, under torch.compile; models with frozen weights"
-    VARIANTS = ()
 
     def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
         torch.compiler.reset()  # earlier cells would count against the limit of recompilations
@@ -160,11 +166,10 @@ _FORWARD_IN_FP32 = _PLAIN | {
 }
 
 
-class Flex(Torch):
+class Flex(Stock):
     """FlexAttention; each cell gets its own graph, compiled for its exact sizes."""
 
     ABOUT = "PyTorch: FlexAttention, torch.compile (on CPUs only the forward)"
-    VARIANTS = ()
 
     def why_not(self, cell: Cell) -> list[str]:
         if cell.op not in ("sdpa", "flex"):
@@ -199,7 +204,7 @@ class Flex(Torch):
         return lambda: attend(*leaves, **options)
 
 
-class Fastattn(Torch):
+class Fastattn(Stock):
     """This library with one backend forced, so that no call falls back silently.
 
     No backend is forced where evidence prefers PyTorch's own kernel, as for users.
@@ -232,10 +237,8 @@ class Fastattn(Torch):
         return self.variant or PRIORITY[cell.device][0]
 
 
-class Functions(Torch):
+class Functions(Stock):
     """A module with functions and modules of the names and arguments of this library."""
-
-    VARIANTS = ()
 
     def __init__(self, module: Any) -> None:
         self.module, self.PACKAGES = module, [module.__name__.partition(".")[0]]

@@ -61,7 +61,7 @@ HOPFIELD_ENERGY = Operator(
     SIZES={"B": 4, "H": 8, "L": 128, "N": 128, "D": 64},
     SHAPES="state: B H L D; stored: B H N D; out: B H L",
     FLOPS="attention(B*H*L*N, D, 0)",
-    results=lambda found, dtype: found.to(dtype),
+    results=lambda energy, dtype: energy.to(dtype),
     equation=_energy,
 )
 
