@@ -42,7 +42,7 @@ ACROSS = "processors"  # the picture of README.md
 BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
 GAIN = "<!-- gain: begin -->", "<!-- gain: end -->"
 
-FIGURES, PEERS, MODELS, BREAKDOWN = "figures", "peers", "models", "breakdown"
+FIGURES, MODELS, BREAKDOWN = "figures", "models", "breakdown"
 RANKS = "distributed"  # by benchmarks/distributed.py
 MARKER = re.compile(r"<!-- (\w+)(?: (\w+))?: begin -->")
 
@@ -141,23 +141,10 @@ def on_threads(shown: dict[str, Result]) -> str:
     return f"{', '.join(sorted(threads))}, torch {', '.join(sorted(versions))}"
 
 
-def versions_of_peers(found: dict[str, Result]) -> str:
-    versions = {
-        f"{package} {version}": None
-        for result in found.values()
-        for name, provider in result.providers.items()
-        if "@" not in name
-        for package, version in provider.get("versions", {}).items()
-        if package != "fastattn"
-    }
-    return "; ".join(versions)
-
-
 def block_of(name: str, found: dict[str, Result], op: str | None = None) -> str:
     """The table of a result, or of its rows of one operator, and its conditions."""
     made = {processor: TABLES[name](rows_of(result, op)) for processor, result in found.items()}
-    versions = f"{versions_of_peers(found)}. " if name == PEERS else ""
-    return f"{side_by_side(made)}\n\n{versions}{all_conditions(found)}"
+    return f"{side_by_side(made)}\n\n{all_conditions(found)}"
 
 
 def rows_of(result: Result, op: str | None) -> Result:
@@ -218,19 +205,6 @@ def load_ranks() -> dict[str, dict[str, Any]]:
     return {path.parent.name: json.loads(path.read_text()) for path in paths}
 
 
-def misplaced(processor: str, result: Result) -> str:
-    """The folder where a result belongs, if it is in that of another processor; else ""."""
-    slug = processor_slug(result.environment)
-    if slug == processor:
-        return ""
-    # Older records lack the generation, which precedes the instruction set.
-    if "cpu_family" not in result.environment and "gpu" not in result.environment:
-        name, _, feature = slug.rpartition("-")
-        if processor.startswith(f"{name}-") and processor.endswith(f"-{feature}"):
-            return ""
-    return slug
-
-
 def load_all() -> dict[str, dict[str, Result]]:
     """All results of `fastattn bench`, by processor and name.
 
@@ -241,8 +215,8 @@ def load_all() -> dict[str, dict[str, Result]]:
         if json.loads(path.read_text()).get("format") != results.FORMAT:
             continue  # of another program
         result, processor = results.load(path), path.parent.name
-        if elsewhere := misplaced(processor, result):
-            raise ValueError(f"{path.relative_to(RESULTS)} was measured on {elsewhere}")
+        if (slug := processor_slug(result.environment)) != processor:
+            raise ValueError(f"{path.relative_to(RESULTS)} was measured on {slug}")
         found.setdefault(processor, {})[path.stem] = result
     return found
 
@@ -268,7 +242,6 @@ TABLES = {
     "server": tables.server_table,
     "steps": tables.family_table,
     BREAKDOWN: tables.breakdown_table,
-    PEERS: tables.peers_table,
     MODELS: tables.models_table,
 }
 

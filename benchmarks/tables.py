@@ -353,36 +353,3 @@ def ranks_table(rows: Sequence[Row]) -> Table:
         lines[row["scaling"], str(row["ranks"]), str(row["length"]), row["call"]] = texts
     values = ["MiB received", "MiB planned", "GFLOP", "GFLOP planned"]
     return Table(["scaling", "ranks", "rows", "call"], values, lines)
-
-
-def peers_table(result: Result) -> Table:
-    """Speed-ups of fastattn over each peer in its best mode, one line per cell.
-
-    fastattn is the baseline of that run, so the table has the reciprocals of the peers' speed-ups.
-    """
-    rows = summary.summarise(result)
-    by_cell: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        if row["busy"] if row["comparable"] is None else not row["comparable"]:
-            continue
-        name = row["provider"].partition("@")[0]
-        best = by_cell.setdefault(_name_of(row), {})
-        if row["ms"] is not None and (name not in best or row["ms"] < best[name]["ms"]):
-            best[name] = row
-    peers = list(dict.fromkeys(row["provider"].partition("@")[0] for row in rows))
-    peers.remove("fastattn")
-    lines = {}
-    for name, found in by_cell.items():
-        ours = found.get("fastattn")
-        line = [f"{ours['ms']:.4g}" if ours else "–"]
-        for peer in peers:
-            row = found.get(peer)
-            line.append("–" if row is None or row["speedup"] is None else _reciprocal(row))
-        lines[name,] = line
-    values = ["fastattn, ms", *(f"times as fast as {peer}" for peer in peers)]
-    return Table(["cell"], values, lines)
-
-
-def _reciprocal(row: Row) -> str:
-    low, high = 1 / row["speedup_high"], 1 / row["speedup_low"]
-    return f"{1 / row['speedup']:.2f}× [{low:.2f}, {high:.2f}]"

@@ -168,7 +168,7 @@ class Runner:
 
     def _measure_peaks(self) -> None:
         kinds = dict.fromkeys(KIND_OF_DTYPE[cell.dtype] for cell in self.settings.cells)
-        for kind in (*kinds, "read_bandwidth", "copy_bandwidth"):
+        for kind in (*kinds, "read_bandwidth"):
             rate, _ = self._peak(kind, PEAK_SECONDS)
             self.result.peaks[kind].samples.append(rate)
 
