@@ -207,8 +207,7 @@ def one_openmp(facts: Facts) -> Finding | None:
 
 
 def _cores(facts: Facts) -> int:
-    cores: int = facts["cpu"]["usable_cores"] or facts["cpu"]["cores"]
-    return cores
+    return facts["cpu"]["usable_cores"] or facts["cpu"]["cores"]
 
 
 def threads(facts: Facts) -> Finding | None:
