@@ -30,15 +30,13 @@ from fastattn.spelling import name_list
 OK, FAULTS, USAGE, UNWRITTEN, INTERRUPTED = 0, 1, 2, 3, 130
 
 
-def run_model(args: argparse.Namespace) -> int:
-    """Measure whole models of PyTorch and after ``fastattn.accelerate``.
+_OF_MODELS = """Measure whole models of PyTorch and after ``fastattn.accelerate``.
 
-    Models have real sizes and random weights: nothing is downloaded. "attention" is the share of a
-    model's time that its attention takes; "by it at most" is the speed-up of the model if its
-    attention took no time and all else were PyTorch's. A training step (--pass fwd+bwd) has no
-    dropout and no optimizer.
-    """
-    return run_cells(args)
+Models have real sizes and random weights: nothing is downloaded. "attention" is the share of a
+model's time that its attention takes; "by it at most" is the speed-up of the model if its
+attention took no time and all else were PyTorch's. A training step (--pass fwd+bwd) has no dropout
+and no optimizer.
+"""
 
 
 def run_cells(args: argparse.Namespace) -> int:
@@ -53,11 +51,11 @@ def run_cells(args: argparse.Namespace) -> int:
         if differ := results.differences(earlier, settings.new_result()):
             raise ValueError(f"--resume: {saved} was measured with another {'; '.join(differ)}")
 
-    def measured(result: Result, found: CellResult) -> None:
-        if summary.was_skipped(found):
+    def report(result: Result, measured: CellResult) -> None:
+        if summary.was_skipped(measured):
             return
         if not args.quiet:
-            text = summary.progress(result, found, len(settings.cells))
+            text = summary.progress(result, measured, len(settings.cells))
             print(text, file=sys.stderr, flush=True)
         if saved:
             # Replaced atomically, so a killed run keeps the cells measured before. A full disk must
@@ -67,7 +65,7 @@ def run_cells(args: argparse.Namespace) -> int:
                 results.save_json(result, summarise(result), part)
                 part.replace(saved)
 
-    result = runner.Runner(settings, earlier, measured).run()
+    result = runner.Runner(settings, earlier, report).run()
     rows = summarise(result)
     text = summary.page(result, rows, metrics)
     print(text)
@@ -172,9 +170,9 @@ def breakdown(args: argparse.Namespace) -> int:
     print(parts.table(result))
     if path := placed(args.json):
         _written(path, partial(results.save_json, result, summarise(result)))
-    wrong = [found for found in result.cells if not found.outcomes["call"].ok]
-    for found in wrong:
-        print(f"WRONG: {found.cell.name}: {found.outcomes['call'].reason}", file=sys.stderr)
+    wrong = [measured for measured in result.cells if not measured.outcomes["call"].ok]
+    for measured in wrong:
+        print(f"WRONG: {measured.cell.name}: {measured.outcomes['call'].reason}", file=sys.stderr)
     return FAULTS if wrong else OK
 
 
@@ -286,11 +284,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommands of `bench` to its parser."""
     subparsers = parser.add_subparsers(dest="COMMAND", required=True)
 
-    def add_command(name: str, function: Callable[..., int], words: str) -> argparse.ArgumentParser:
+    def add_command(
+        name: str, function: Callable[..., int], words: str, about: str = ""
+    ) -> argparse.ArgumentParser:
         command = subparsers.add_parser(
             name,
             help=words,
-            description=inspect.cleandoc(function.__doc__ or ""),
+            description=inspect.cleandoc(about or function.__doc__ or ""),
             epilog=parser.epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -301,7 +301,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     selection.add_what(run_parser)
     _add_how(run_parser)
 
-    model = add_command("model", run_model, "measure whole models")
+    model = add_command("model", run_cells, "measure whole models", _OF_MODELS)
     words = f"comma-separated: {', '.join(selection.WHOLE_MODELS)}, or all"
     model.add_argument("models", type=name_list, metavar="NAME", help=words)
     selection.add_passes(model)
@@ -333,8 +333,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
-    function: Callable[[argparse.Namespace], int] = args.bench_function
-    return function(args)
+    return args.bench_function(args)
 
 
 _OF_THREADS = "number of threads (default: torch's)"

@@ -146,11 +146,10 @@ class Compiled(Stock):
         torch.compiler.reset()  # earlier cells would count against the limit of recompilations
         if cell.op in ops.MODELS:
             op: Any = ops.get(cell.op)
-            model, given = op.with_arguments(cell, inputs)
+            model, arguments = op.with_arguments(cell, inputs)
             options: Any = {"freezing": cell.passes == "fwd"}
             compiled = torch.compile(model, dynamic=False, options=options)
-            forward: ops.Forward = op.bind(cell, compiled, given)
-            return forward
+            return op.bind(cell, compiled, arguments)
         return torch.compile(super().forward(cell, inputs), dynamic=False)
 
 
@@ -269,16 +268,16 @@ class Runtime(Provider):
 
     def prepare(self, cell: Cell, inputs: ops.Inputs) -> Callable[[], list[Any]]:
         if cell.op == "sdpa":
-            given = {name: inputs[name] for name in _NAMES if name in inputs}
-            return self.call_of(self.attention(cell, given), given)
+            arguments = {name: inputs[name] for name in _NAMES if name in inputs}
+            return self.call_of(self.attention(cell, arguments), arguments)
         op: Any = ops.get(cell.op)
-        model, given = op.with_arguments(cell, inputs)
+        model, arguments = op.with_arguments(cell, inputs)
         with tempfile.TemporaryDirectory() as folder:
             path = str(Path(folder, "model.onnx"))
-            options: dict[str, Any] = {"input_names": list(given), "external_data": True}
+            options: dict[str, Any] = {"input_names": list(arguments), "external_data": True}
             call = _Call(cell, model).eval()
-            torch.onnx.export(call, (), path, kwargs=dict(given), verbose=False, **options)
-            return self.call_of(path, given)
+            torch.onnx.export(call, (), path, kwargs=dict(arguments), verbose=False, **options)
+            return self.call_of(path, arguments)
 
     def attention(self, cell: Cell, inputs: dict[str, Tensor]) -> Any:
         """A model of one operator; it may change the inputs to what the operator takes."""
@@ -296,10 +295,9 @@ class _Call(nn.Module):
         super().__init__()
         self.cell, self.model = cell, model
 
-    def forward(self, **given: Tensor) -> Tensor:
+    def forward(self, **arguments: Tensor) -> Tensor:
         op: Any = ops.get(self.cell.op)
-        out: Tensor = op.bind(self.cell, self.model, ops.Inputs(given))()
-        return out
+        return op.bind(self.cell, self.model, ops.Inputs(arguments))()
 
 
 class OnnxRuntime(Runtime):
@@ -317,10 +315,10 @@ class OnnxRuntime(Runtime):
             shape = (*mask.shape[:-2], cell["Lq"], cell["Lk"])
             inputs["attn_mask"] = mask.expand(shape).contiguous()
         kinds = {torch.float32: "float", torch.bool: "bool"}
-        given = ", ".join(f"{kinds[x.dtype]}{list(x.shape)} {name}" for name, x in inputs.items())
+        typed = ", ".join(f"{kinds[x.dtype]}{list(x.shape)} {name}" for name, x in inputs.items())
         node = f"Attention <is_causal={int(cell.mask == 'causal')}> ({', '.join(inputs)})"
         head = '<ir_version: 11, opset_import: ["": 23]>'
-        model = parse_model(f"{head} attention ({given}) => (float[] out) {{ out = {node} }}")
+        model = parse_model(f"{head} attention ({typed}) => (float[] out) {{ out = {node} }}")
         return model.SerializeToString()
 
     def call_of(self, model: Any, inputs: dict[str, Tensor]) -> Callable[[], list[Any]]:
@@ -343,9 +341,9 @@ class OpenVino(Runtime):
         from openvino import opset13
 
         kinds = {torch.float32: openvino.Type.f32, torch.bool: openvino.Type.boolean}
-        given = [opset13.parameter([*x.shape], kinds[x.dtype], name=n) for n, x in inputs.items()]
-        node = opset13.scaled_dot_product_attention(*given, causal=cell.mask == "causal")
-        return openvino.Model([node], given)
+        nodes = [opset13.parameter([*x.shape], kinds[x.dtype], name=n) for n, x in inputs.items()]
+        node = opset13.scaled_dot_product_attention(*nodes, causal=cell.mask == "causal")
+        return openvino.Model([node], nodes)
 
     def call_of(self, model: Any, inputs: dict[str, Tensor]) -> Callable[[], list[Any]]:
         import openvino

@@ -84,8 +84,7 @@ class _Hopfield(Module):
         if self.KIND is not Hopfield:
             made["quantity"] = cell["L" if self.KIND is HopfieldPooling else "N"]
         made |= {"num_heads": cell["H"], "update_steps_max": cell["K"], "update_steps_eps": 0.0}
-        module: nn.Module = self.KIND(cell["E"], **made)
-        return module
+        return self.KIND(cell["E"], **made)
 
     def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
         """Small, so that the steps contract; diverging steps would amplify rounding errors."""
