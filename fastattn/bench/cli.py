@@ -320,7 +320,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     comparison.add_argument("after", type=Path, help="the file to compare with it")
     _add(comparison, "--metric", "the metric to compare", "time", choices=_COLUMNS)
     words = "exit with 1 if the complete interval of a row is worse by more than this"
-    _add(comparison, "--fail-slower P%", words, type=_share)
+    _add(comparison, "--fail-slower P%", words, type=share)
 
     recorder = add_command("record", record, "record the shapes that a program computes")
     _add(recorder, "--out FILE", "", "shapes.txt")
@@ -378,12 +378,9 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--quiet", action="store_true", help="print no progress, only the table")
 
 
-def _share(text: str) -> float:
-    """Parses 5% or 0.05 as 0.05."""
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share such as 5% or 0.05")
-    return share
+def share(text: str) -> float:
+    """argparse type, named in its errors: 5% or 0.05 is 0.05."""
+    fraction = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    if not 0 <= fraction < 1:
+        raise ValueError
+    return fraction
