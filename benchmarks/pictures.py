@@ -115,19 +115,19 @@ _COLOURS = ("#7d8590", "#2f81f7", "#d1742f", "#3f9a6c", "#a371f7", "#c9a227")  #
 _MARKERS = "sD^ovP"
 
 
-def across(found: dict[str, Speeds], theme: str) -> Figure:
+def across(by_processor: dict[str, Speeds], theme: str) -> Figure:
     """The table of the first screen of README.md: a panel for each dtype, a dot for a processor."""
     with plt.rc_context(THEMES[theme]):
-        return _across(found)
+        return _across(by_processor)
 
 
-def _across(found: dict[str, Speeds]) -> Figure:
-    lines = list(dict.fromkeys(line for speeds in found.values() for line in speeds))
+def _across(by_processor: dict[str, Speeds]) -> Figure:
+    lines = list(dict.fromkeys(line for speeds in by_processor.values() for line in speeds))
     size = (11, 0.42 * len(lines) + 1.5)
     figure, panels = plt.subplots(ncols=len(DTYPES), figsize=size, sharey=True)
     for axes, dtype in zip(panels, DTYPES, strict=True):
         for colour, marker, (processor, speeds) in zip(
-            _COLOURS, _MARKERS, found.items(), strict=False
+            _COLOURS, _MARKERS, by_processor.items(), strict=False
         ):
             x = {lines.index(line): of[dtype] for line, of in speeds.items() if dtype in of}
             look = {"color": colour, "marker": marker, "markersize": 6, "alpha": 0.9}
@@ -151,8 +151,8 @@ def budgets(result: Result, theme: str) -> Figure:
 
 
 def _budgets(result: Result) -> Figure:
-    cells = [found for found in result.cells if found.rounds]
-    times_of = [breakdown.microseconds(found) for found in cells]
+    cells = [measured for measured in result.cells if measured.rounds]
+    times_of = [breakdown.microseconds(measured) for measured in cells]
     figure, axes = plt.subplots(figsize=(9, 1.8 + 0.36 * len(cells)))
     left = [0.0] * len(cells)
     for item, words in breakdown.BUDGET.items():
@@ -163,7 +163,9 @@ def _budgets(result: Result) -> Figure:
         if times["floor"] > 1:
             ends, colour = [place - 0.42, place + 0.42], plt.rcParams["text.color"]
             axes.plot([times["floor"]] * 2, ends, color=colour)
-    names = [f"{found.cell.op} {found.cell.shape} {found.cell.passes}" for found in cells]
+    names = [
+        f"{measured.cell.op} {measured.cell.shape} {measured.cell.passes}" for measured in cells
+    ]
     axes.set_yticks(range(len(cells)), names)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
