@@ -167,7 +167,7 @@ def isa(supported: Sequence[str]) -> str:
 
 _FORMAT = 3
 _IS_VALID: dict[str, Callable[[Any], bool]] = {  # whether `use` of a choice in JSON is valid
-    "backends": lambda use: {*use} <= {"torch", "cpu", "cuda", "triton"},
+    "backends": lambda use: type(use) is list and {*use} <= {"torch", "cpu", "cuda", "triton"},
     "isa": lambda use: isinstance(use, str),
     "gemm": lambda use: {*use[:3]} <= {*GEMMS} and all(isinstance(x, int) for x in use[3:]),
 }
