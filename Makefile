@@ -48,6 +48,7 @@ help: ## list the targets
 
 bench: $(VENV)/.stamp-native-here ## compare the drop-in with PyTorch on this machine: table, picture, JSON; < 4 minutes on two cores
 	$(BIN)/python -m fastattn bench run --preset dropin --rounds 9 --time-budget 55 --out bench-results $(ARGS)
+	$(BIN)/python benchmarks/pictures.py bench-results/results.json bench-results/results.png
 
 test: build $(VENV)/.stamp-test $(VENV)/.stamp-models ## all operators and tools, on a sample of all combinations of options; < 6 minutes on two cores
 	$(PYTEST) -m "not slow" $(ARGS)

@@ -37,9 +37,9 @@ CELLS = {
     "mha B=8,L=128,E=768,H=12": (
         "x = torch.randn(8, 128, 768)\n"
         "modules = torch.nn.MultiheadAttention, fastattn.MultiheadAttention\n"
-        "theirs, ours = (m(768, 12, batch_first=True).eval() for m in modules)",
+        "stock, ours = (m(768, 12, batch_first=True).eval() for m in modules)",
         {
-            "torch": "theirs(x, x, x, need_weights=False)",
+            "torch": "stock(x, x, x, need_weights=False)",
             "fastattn": "ours(x, x, x, need_weights=False)",
         },
     ),
@@ -60,13 +60,13 @@ with torch.no_grad():
     timer = Timer("{call}", globals=globals(), num_threads=threads)
     once = timer.timeit(3).median
     count = max(1, round(0.02 / once))
-    found = []
+    samples = []
     for _ in range(blocks):
         wall, used = time.perf_counter(), time.process_time()
         ms = 1e3 * timer.timeit(count).median
-        found.append((ms, (time.process_time() - used) / (time.perf_counter() - wall)))
-best = max(share for _, share in found)
-print(json.dumps([ms for ms, share in found if share > 0.9 * best]))
+        samples.append((ms, (time.process_time() - used) / (time.perf_counter() - wall)))
+best = max(share for _, share in samples)
+print(json.dumps([ms for ms, share in samples if share > 0.9 * best]))
 """
 
 
@@ -101,10 +101,10 @@ def benchmarked(cells: Iterable[str], threads: int) -> dict[tuple[str, str], lis
 def undisturbed(result: results.Result) -> dict[tuple[str, str], list[float]]:
     """The samples of the rounds that count, for each cell and provider."""
     samples = {}
-    for found in result.cells:
-        rounds = results.quiet_rounds(found.rounds) or found.rounds
-        for name in found.ready():
-            key = f"{found.cell.op} {found.cell.shape}", name
+    for measured in result.cells:
+        rounds = results.quiet_rounds(measured.rounds) or measured.rounds
+        for name in measured.ready():
+            key = f"{measured.cell.op} {measured.cell.shape}", name
             samples[key] = [turn.ms[name] for turn in rounds if name in turn.ms]
     return samples
 
@@ -121,8 +121,8 @@ def main() -> int:
     for _ in range(args.repeats):
         for cell, (setup, calls) in cells.items():
             for provider, call in calls.items():
-                found = independent(setup, call, args.threads)
-                alone.setdefault((cell, provider), []).extend(found)
+                measured = independent(setup, call, args.threads)
+                alone.setdefault((cell, provider), []).extend(measured)
         for key, samples in benchmarked(cells, args.threads).items():
             ours.setdefault(key, []).extend(samples)
     print(f"{'bench, ms':>24} {'Timer, ms':>24}  ratio")

@@ -139,16 +139,16 @@ def measure(kind: str, length: int, sizes: Row, rounds: int) -> list[Row]:
     return rows
 
 
-def work(rank: int, ranks: int, folder: str, given: argparse.Namespace) -> None:
+def work(rank: int, ranks: int, folder: str, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = f"file://{folder}/store-{ranks}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    sizes = {"heads": given.heads, "head_dim": given.head_dim}
-    found = measure("strong", given.length * max(given.ranks), sizes, given.rounds)
-    found += measure("weak", given.length * ranks, sizes, given.rounds)
+    sizes = {"heads": args.heads, "head_dim": args.head_dim}
+    rows = measure("strong", args.length * max(args.ranks), sizes, args.rounds)
+    rows += measure("weak", args.length * ranks, sizes, args.rounds)
     if rank == 0:
-        (Path(folder) / f"{ranks}.json").write_text(json.dumps(found))
+        (Path(folder) / f"{ranks}.json").write_text(json.dumps(rows))
     dist.destroy_process_group()
 
 
@@ -160,11 +160,11 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=0, help="of which to take the time; 0: none")
     parser.add_argument("--json", help="where to write; {processor} is the folder of this machine")
-    given = parser.parse_args()
+    args = parser.parse_args()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        for ranks in given.ranks:
-            processes.start_processes(work, (ranks, folder, given), ranks, start_method="fork")
+        for ranks in args.ranks:
+            processes.start_processes(work, (ranks, folder, args), ranks, start_method="fork")
             rows += json.loads((Path(folder) / f"{ranks}.json").read_text())
     for row in rows:
         verdict = ""
@@ -176,11 +176,11 @@ def main() -> None:
             f"{row['received'] / 2**20:>8.2f} MiB {row['flops'] / 1e9:>7.2f} GFLOP  {verdict:<14}"
             + (f" {row['ms']:>8.1f} ms" if "ms" in row else "")
         )
-    if given.json:
+    if args.json:
         environment = describe_environment()
-        path = Path(given.json.replace("{processor}", processor_slug(environment)))
+        path = Path(args.json.replace("{processor}", processor_slug(environment)))
         path.parent.mkdir(parents=True, exist_ok=True)
-        settings = {"heads": given.heads, "head_dim": given.head_dim, "dtype": "float32"}
+        settings = {"heads": args.heads, "head_dim": args.head_dim, "dtype": "float32"}
         head = {"format": FORMAT, "environment": environment, "settings": settings}
         path.write_text(json_lines(head, rows=rows))
 

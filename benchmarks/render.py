@@ -42,17 +42,17 @@ ACROSS = "processors"  # the picture of README.md
 BEGIN, END = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
 GAIN = "<!-- gain: begin -->", "<!-- gain: end -->"
 
-FIGURES, PEERS, MODELS, BREAKDOWN = "figures", "peers", "models", "breakdown"
+FIGURES, MODELS, BREAKDOWN = "figures", "models", "breakdown"
 RANKS = "distributed"  # by benchmarks/distributed.py
 MARKER = re.compile(r"<!-- (\w+)(?: (\w+))?: begin -->")
 
 
-def all_conditions(found: dict[str, Result]) -> str:
+def all_conditions(by_processor: dict[str, Result]) -> str:
     """The conditions of each result."""
-    several = len(found) > 1
+    several = len(by_processor) > 1
     return "\n\n".join(
         (f"{name}: " if several else "") + summary.conditions(result)
-        for name, result in found.items()
+        for name, result in by_processor.items()
     )
 
 
@@ -90,15 +90,15 @@ def gain_of_models(processor: str, result: Result) -> str:
 def why_not(result: Result, rows: Sequence[Row]) -> list[str]:
     """The reasons why a result is not valid."""
     reasons = [] if result.ended == "complete" else [f"the run was {result.ended}"]
-    for what, found in (
+    for what, rejected in (
         (
             "wrong or failed",
             [r for r in rows if r["status"] not in ("ok", "UNAVAILABLE", "SKIPPED")],
         ),
         ("faster than the peak", [row for row in rows if row["impossible"]]),
     ):
-        if found:
-            reasons.append(f"{len(found)} of {len(rows)} rows are {what}")
+        if rejected:
+            reasons.append(f"{len(rejected)} of {len(rows)} rows are {what}")
     return reasons
 
 
@@ -141,23 +141,12 @@ def on_threads(shown: dict[str, Result]) -> str:
     return f"{', '.join(sorted(threads))}, torch {', '.join(sorted(versions))}"
 
 
-def versions_of_peers(found: dict[str, Result]) -> str:
-    versions = {
-        f"{package} {version}": None
-        for result in found.values()
-        for name, provider in result.providers.items()
-        if "@" not in name
-        for package, version in provider.get("versions", {}).items()
-        if package != "fastattn"
-    }
-    return "; ".join(versions)
-
-
-def block_of(name: str, found: dict[str, Result], op: str | None = None) -> str:
+def block_of(name: str, by_processor: dict[str, Result], op: str | None = None) -> str:
     """The table of a result, or of its rows of one operator, and its conditions."""
-    made = {processor: TABLES[name](rows_of(result, op)) for processor, result in found.items()}
-    versions = f"{versions_of_peers(found)}. " if name == PEERS else ""
-    return f"{side_by_side(made)}\n\n{versions}{all_conditions(found)}"
+    made = {
+        processor: TABLES[name](rows_of(result, op)) for processor, result in by_processor.items()
+    }
+    return f"{side_by_side(made)}\n\n{all_conditions(by_processor)}"
 
 
 def rows_of(result: Result, op: str | None) -> Result:
@@ -170,10 +159,10 @@ def rows_of(result: Result, op: str | None) -> Result:
     return dataclasses.replace(result, cells=cells)
 
 
-def with_tables(text: str, found: dict[str, dict[str, Result]]) -> str:
+def with_tables(text: str, by_processor: dict[str, dict[str, Result]]) -> str:
     """A page with the tables of its markers; one without a result stays."""
     for name, op in MARKER.findall(text):
-        of_name = {processor: of[name] for processor, of in found.items() if name in of}
+        of_name = {processor: of[name] for processor, of in by_processor.items() if name in of}
         if of_name:
             label = f"{name} {op}" if op else name
             block = block_of(name, of_name, op or None)
@@ -181,9 +170,9 @@ def with_tables(text: str, found: dict[str, dict[str, Result]]) -> str:
     return text
 
 
-def results_page(found: dict[str, dict[str, Result]]) -> str:
+def results_page(by_processor: dict[str, dict[str, Result]]) -> str:
     parts = ["# Results", "Every number of the JSON files in `benchmarks/results`, rendered."]
-    for processor, of_processor in found.items():
+    for processor, of_processor in by_processor.items():
         parts.append(f"## {processor}")
         for name, result in of_processor.items():
             rows = summary.summarise(result)
@@ -200,14 +189,16 @@ def results_page(found: dict[str, dict[str, Result]]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def ranks_block(found: dict[str, dict[str, Any]]) -> str:
+def ranks_block(by_processor: dict[str, dict[str, Any]]) -> str:
     """The counts of calls over ranks, which are the same on all processors."""
-    made = {processor: tables.ranks_table(result["rows"]) for processor, result in found.items()}
+    made = {
+        processor: tables.ranks_table(result["rows"]) for processor, result in by_processor.items()
+    }
     conditions = [
         f"{name}, commit {of['environment']['commit']}, torch {of['environment']['torch']}: "
         f"{of['settings']['heads']} heads of {of['settings']['head_dim']}, "
         f"{of['settings']['dtype']}, causal, forward and backward."
-        for name, of in found.items()
+        for name, of in by_processor.items()
     ]
     return f"{side_by_side(made)}\n\n" + " ".join(conditions)
 
@@ -218,33 +209,20 @@ def load_ranks() -> dict[str, dict[str, Any]]:
     return {path.parent.name: json.loads(path.read_text()) for path in paths}
 
 
-def misplaced(processor: str, result: Result) -> str:
-    """The folder where a result belongs, if it is in that of another processor; else ""."""
-    slug = processor_slug(result.environment)
-    if slug == processor:
-        return ""
-    # Older records lack the generation, which precedes the instruction set.
-    if "cpu_family" not in result.environment and "gpu" not in result.environment:
-        name, _, feature = slug.rpartition("-")
-        if processor.startswith(f"{name}-") and processor.endswith(f"-{feature}"):
-            return ""
-    return slug
-
-
 def load_all() -> dict[str, dict[str, Result]]:
     """All results of `fastattn bench`, by processor and name.
 
     Raises ValueError for a result in the folder of another processor.
     """
-    found: dict[str, dict[str, Result]] = {}
+    by_processor: dict[str, dict[str, Result]] = {}
     for path in sorted(RESULTS.glob("*/*.json")):
         if json.loads(path.read_text()).get("format") != results.FORMAT:
             continue  # of another program
         result, processor = results.load(path), path.parent.name
-        if elsewhere := misplaced(processor, result):
-            raise ValueError(f"{path.relative_to(RESULTS)} was measured on {elsewhere}")
-        found.setdefault(processor, {})[path.stem] = result
-    return found
+        if (slug := processor_slug(result.environment)) != processor:
+            raise ValueError(f"{path.relative_to(RESULTS)} was measured on {slug}")
+        by_processor.setdefault(processor, {})[path.stem] = result
+    return by_processor
 
 
 def replaced(text: str, block: str, begin: str = BEGIN, end: str = END) -> str:
@@ -268,7 +246,6 @@ TABLES = {
     "server": tables.server_table,
     "steps": tables.family_table,
     BREAKDOWN: tables.breakdown_table,
-    PEERS: tables.peers_table,
     MODELS: tables.models_table,
 }
 
@@ -281,15 +258,15 @@ def main() -> int:
     parser.add_argument(
         "--page", type=Path, metavar="FILE", help="write only a page of all results"
     )
-    given = parser.parse_args()
+    args = parser.parse_args()
 
-    found, over_ranks = load_all(), load_ranks()
-    if given.page:
-        given.page.write_text(results_page(found))
+    by_processor, over_ranks = load_all(), load_ranks()
+    if args.page:
+        args.page.write_text(results_page(by_processor))
         return 0
 
     def named(name: str) -> dict[str, Result]:
-        return {processor: of[name] for processor, of in found.items() if name in of}
+        return {processor: of[name] for processor, of in by_processor.items() if name in of}
 
     main_results = named(MAIN)
     if not main_results:
@@ -300,7 +277,7 @@ def main() -> int:
             why = "; ".join(reasons)
             print(f"{processor}/{MAIN}.json is not valid, measure again: {why}")
             return 1
-    for processor, of_processor in found.items():
+    for processor, of_processor in by_processor.items():
         for name, result in of_processor.items():
             rows = summary.summarise(result)
             if beyond := sum(bool(row["impossible"]) for row in rows):
@@ -313,27 +290,25 @@ def main() -> int:
     for page in sorted((ROOT / "docs").rglob("*.md")):
         text = page.read_text()
         if MARKER.search(text):
-            texts[page] = with_tables(text, found)
+            texts[page] = with_tables(text, by_processor)
         begin, end = f"<!-- {RANKS}: begin -->", f"<!-- {RANKS}: end -->"
         if over_ranks and begin in text:
             texts[page] = replaced(texts[page], ranks_block(over_ranks), begin, end)
-    if given.check:
+    if args.check:
         old = [p for p, text in texts.items() if not p.exists() or p.read_text() != text]
         for path in old:
             print(f"{path.relative_to(ROOT)} is out of date: python benchmarks/render.py")
         return 1 if old else 0
     for path, text in texts.items():
         path.write_text(text)
-    import pictures
-
-    from fastattn.bench import plots
+    import pictures  # imports matplotlib
 
     speeds = first_speeds(on_most_processors(main_results, named(FIGURES))[1])
-    for theme in plots.THEMES:
-        plots.save(pictures.across(speeds, theme), IMAGES / f"{ACROSS}-{theme}.png")
-        plots.draw(next(iter(main_results.values())), IMAGES / f"{MAIN}-{theme}.png", theme)
+    for theme in pictures.THEMES:
+        pictures.save(pictures.across(speeds, theme), IMAGES / f"{ACROSS}-{theme}.png")
+        pictures.draw(next(iter(main_results.values())), IMAGES / f"{MAIN}-{theme}.png", theme)
         for result in list(named(BREAKDOWN).values())[:1]:
-            plots.save(pictures.budgets(result, theme), IMAGES / f"{BREAKDOWN}-{theme}.png")
+            pictures.save(pictures.budgets(result, theme), IMAGES / f"{BREAKDOWN}-{theme}.png")
     pages = ", ".join(str(path.relative_to(ROOT)) for path in texts)
     print(f"Written: {pages}, and the pictures in {IMAGES.name}/")
     return 0

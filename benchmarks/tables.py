@@ -40,14 +40,14 @@ def side_by_side(tables: dict[str, Table]) -> str:
         return "\n\n".join(f"`{name}`:\n\n{side_by_side({'': of})}" for name, of in tables.items())
     header = [f"{value}<br>{name}" for value in values for name in tables]
     keys = dict.fromkeys(key for table in tables.values() for key in table.lines)
-    found = {
+    cells = {
         (key, value, name): text
         for name, table in tables.items()
         for key, texts in table.lines.items()
         for value, text in zip(table.values, texts, strict=True)
     }
     lines = [
-        [*key, *(found.get((key, value, name), "–") for value in values for name in tables)]
+        [*key, *(cells.get((key, value, name), "–") for value in values for name in tables)]
         for key in keys
     ]
     words = next(iter(tables.values())).words
@@ -73,12 +73,12 @@ def first_speeds(result: Result) -> Speeds:
     """Speed-ups from comparable rounds, of the cells of FIRST_CELLS, or of all if none."""
     rows = [row for row in ours_compared(summary.summarise(result)) if row["comparable"]]
     named = {row["label"] for row in rows} & FIRST_CELLS.keys()
-    found: Speeds = {}
+    speeds: Speeds = {}
     for row in rows:
         if row["label"] in named or not named:
             line = FIRST_CELLS.get(row["label"], row["label"]), PASSES[row["pass"]]
-            found.setdefault(line, {})[row["dtype"]] = row["speedup"]
-    return found
+            speeds.setdefault(line, {})[row["dtype"]] = row["speedup"]
+    return speeds
 
 
 def first_table(speeds: dict[str, Speeds]) -> str:
@@ -140,9 +140,9 @@ def stock_and_ours(result: Result) -> dict[tuple[str, str, str], tuple[Row, Row]
     for row in summary.summarise(result):
         rows.setdefault((row["label"], row["pass"], row["dtype"]), {})[row["provider"]] = row
     return {
-        key: (found["torch"], found["fastattn"])
-        for key, found in rows.items()
-        if found.get("fastattn", {}).get("speedup") is not None
+        key: (of_cell["torch"], of_cell["fastattn"])
+        for key, of_cell in rows.items()
+        if of_cell.get("fastattn", {}).get("speedup") is not None
     }
 
 
@@ -205,7 +205,7 @@ def family_table(result: Result) -> Table:
     def key(row: Row) -> tuple[str, str, str]:
         return _name_of(row), row["dtype"], row["pass"]
 
-    theirs = {key(row): row for row in rows if row["provider"] == "torch"}
+    stock = {key(row): row for row in rows if row["provider"] == "torch"}
     lines = {}
     for row in rows:
         if row["provider"] != "fastattn" or row["ms"] is None:
@@ -214,7 +214,7 @@ def family_table(result: Result) -> Table:
         lines[_name_of(row), passes] = [
             *(f"{row['ms']:.3g}{mark(row)}", speedup_text(row)),
             *(f"{row['percent_of_peak']:.0f} %", f"{row['gbs']:.1f}"),
-            *(_megabytes(x) for x in (row, theirs[key(row)])),
+            *(_megabytes(x) for x in (row, stock[key(row)])),
         ]
     return Table(["cell", "pass"], values, lines)
 
@@ -247,17 +247,17 @@ def serving_table(result: Result) -> Table:
     """Time, rates and memory, and the speed-up over PyTorch: in one call, in a loop, compiled."""
     rows = summary.summarise(result)
 
-    found: dict[tuple[str, str], dict[str, Row]] = {}
+    by_cell: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         line = _name_of(row), f"{PASSES[row['pass']]}, {row['dtype']}"
-        found.setdefault(line, {})[row["provider"]] = row
+        by_cell.setdefault(line, {})[row["provider"]] = row
     ran = {row["provider"] for row in rows if row["ms"]}
     others = {name: words for name, words in _OTHERS.items() if name in ran}
     flex = ["torch-flex"] * ("torch-flex" in ran)
     values = ["ms", "times as fast as torch", *others.values(), "of the peak, of the bandwidth"]
     values += [f"MB, {' / '.join(['fastattn', 'torch', *flex])}"]
     lines = {}
-    for name, of in found.items():
+    for name, of in by_cell.items():
         ours = of["fastattn"]
         shares = (ours["percent_of_peak"], ours["percent_of_bandwidth"])
         lines[name] = [
@@ -274,14 +274,14 @@ def server_table(result: Result) -> Table:
     """Tokens a second, and share of the read bandwidth, beside a bf16 cache of the same shape."""
     rows = summary.summarise(result)
     ours = [row for row in rows if row["provider"] == "fastattn" and row["ms"]]
-    theirs = {_step_of(row): row for row in rows if row["provider"] == "torch"}
+    stock = {_step_of(row): row for row in rows if row["provider"] == "torch"}
     of_bf16 = {_step_of(row)[:2]: row for row in ours if _step_of(row)[2] == "bf16"}
     lines = {}
     for row in ours:
         bf16, bandwidth = of_bf16.get(_step_of(row)[:2]), row["percent_of_bandwidth"]
         texts = [
             _tokens(row) + mark(row),
-            _tokens(theirs.get(_step_of(row))),
+            _tokens(stock.get(_step_of(row))),
             speedup_text(row),
             "–" if bf16 is None else f"{bf16['ms'] / row['ms']:.2f}×",
             f"{row['gbs']:.1f}" + ("" if bandwidth is None else f", {bandwidth:.0f} %"),
@@ -309,8 +309,8 @@ _OTHERS = {
 }
 
 
-def _times_as_fast(ours: Row, theirs: Row | None) -> str:
-    return f"{theirs['ms'] / ours['ms']:.2f}×" if theirs and theirs["ms"] else "–"
+def _times_as_fast(ours: Row, other: Row | None) -> str:
+    return f"{other['ms'] / ours['ms']:.2f}×" if other and other["ms"] else "–"
 
 
 def _name_of(row: Row) -> str:
@@ -330,8 +330,8 @@ _ITEMS = {
 def breakdown_table(result: Result) -> Table:
     """Microseconds of the items of each call, which add up to it, beside the same in PyTorch."""
     lines = {}
-    for found in result.cells:
-        cell, times = found.cell, breakdown.microseconds(found)
+    for measured in result.cells:
+        cell, times = measured.cell, breakdown.microseconds(measured)
         shape = f"`{cell.op} {cell.shape}`, {PASSES[cell.passes]}"
         texts = [f"{sum(times.get(name, 0.0) for name in names):.1f}" for names in _ITEMS.values()]
         has_torch = "torch" in times
@@ -353,36 +353,3 @@ def ranks_table(rows: Sequence[Row]) -> Table:
         lines[row["scaling"], str(row["ranks"]), str(row["length"]), row["call"]] = texts
     values = ["MiB received", "MiB planned", "GFLOP", "GFLOP planned"]
     return Table(["scaling", "ranks", "rows", "call"], values, lines)
-
-
-def peers_table(result: Result) -> Table:
-    """Speed-ups of fastattn over each peer in its best mode, one line per cell.
-
-    fastattn is the baseline of that run, so the table has the reciprocals of the peers' speed-ups.
-    """
-    rows = summary.summarise(result)
-    by_cell: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        if row["busy"] if row["comparable"] is None else not row["comparable"]:
-            continue
-        name = row["provider"].partition("@")[0]
-        best = by_cell.setdefault(_name_of(row), {})
-        if row["ms"] is not None and (name not in best or row["ms"] < best[name]["ms"]):
-            best[name] = row
-    peers = list(dict.fromkeys(row["provider"].partition("@")[0] for row in rows))
-    peers.remove("fastattn")
-    lines = {}
-    for name, found in by_cell.items():
-        ours = found.get("fastattn")
-        line = [f"{ours['ms']:.4g}" if ours else "–"]
-        for peer in peers:
-            row = found.get(peer)
-            line.append("–" if row is None or row["speedup"] is None else _reciprocal(row))
-        lines[name,] = line
-    values = ["fastattn, ms", *(f"times as fast as {peer}" for peer in peers)]
-    return Table(["cell"], values, lines)
-
-
-def _reciprocal(row: Row) -> str:
-    low, high = 1 / row["speedup_high"], 1 / row["speedup_low"]
-    return f"{1 / row['speedup']:.2f}× [{low:.2f}, {high:.2f}]"

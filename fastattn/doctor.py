@@ -6,11 +6,11 @@ Every check reads the facts of `fastattn info`, and returns a :class:`Finding` o
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import math
 import sys
-import time
 import timeit
 from typing import Any, NamedTuple
 
@@ -18,9 +18,10 @@ import torch
 
 from fastattn import compat, evidence, info
 from fastattn._version import __version__
-from fastattn.ops.linear import linear, products_are_scalar
+from fastattn.ops.linear import products_are_scalar
 
 Facts = dict[str, Any]
+_HALVES = ("bfloat16", "float16")
 
 # The instruction sets above the baseline, weakest first, and the processor's feature without which
 # each is of no use.
@@ -52,47 +53,22 @@ def collect() -> Facts:
     """Return the facts of `info`, and measured facts."""
     return {
         **info.collect(),
-        "flushes_subnormals": _flushes_subnormals(),
+        # No constant expression, which Python's compiler would evaluate.
+        "flushes_subnormals": sys.float_info.min / 2 == 0,
         "subnormal_slowdown": _subnormal_slowdown(),
-        "linear_layers": _linear_layers(),
+        "scalar_products": [name for name in _HALVES if products_are_scalar(getattr(torch, name))],
     }
-
-
-def _linear_layers() -> dict[str, dict[str, float]]:
-    """GFLOP/s of linear layers by dtype and GEMM: float32, and dtypes with scalar code in torch."""
-    m, k, n = 64, 768, 768
-    scalar = [dtype for dtype in (torch.bfloat16, torch.float16) if products_are_scalar(dtype)]
-    found = {}
-    for dtype in (torch.float32, *scalar) if scalar else ():
-        x, weight = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
-        calls = {"torch": torch.nn.functional.linear, "ours": linear}
-        speeds = {}
-        for name, call in calls.items():
-            seconds = min(timeit.repeat(lambda: call(x, weight), number=1, repeat=10))  # noqa: B023
-            speeds[name] = 2e-9 * m * k * n / seconds
-        found[str(dtype).removeprefix("torch.")] = speeds
-    return found
-
-
-def _flushes_subnormals() -> bool:
-    # No constant expression, which Python's compiler would evaluate.
-    return sys.float_info.min / 2 == 0
 
 
 def _subnormal_slowdown() -> float:
     """How many times longer a product takes with a subnormal result than with a normal one."""
     x = torch.full((1 << 14,), 2.0**-100)
     out = torch.empty_like(x)
-
-    def seconds(factor: float) -> float:
-        shortest = math.inf
-        for _ in range(20):
-            begin = time.perf_counter()
-            torch.mul(x, factor, out=out)
-            shortest = min(shortest, time.perf_counter() - begin)
-        return shortest
-
-    return seconds(2.0**-40) / seconds(2.0**-10)
+    normal, subnormal = (
+        min(timeit.repeat(functools.partial(torch.mul, x, y, out=out), number=1, repeat=20))
+        for y in (2.0**-10, 2.0**-40)
+    )
+    return subnormal / normal
 
 
 # -- the checks -----------------------------------------------------------------------------------
@@ -143,11 +119,8 @@ def cuda_kernels(facts: Facts) -> Finding | None:
     _, unusable, error = reason.partition("cannot be used: ")
     if not unusable:
         return None
-    return Finding(
-        "problem",
-        f"the CUDA kernels cannot be used: {error}",
-        f"`pip install fastattn-cuda=={__version__}`; without a GPU: `pip uninstall fastattn-cuda`",
-    )
+    fix = f"`pip install fastattn-cuda=={__version__}`, or `pip uninstall fastattn-cuda`"
+    return Finding("problem", f"the CUDA kernels cannot be used: {error}", fix)
 
 
 def fresh_build(facts: Facts) -> Finding | None:
@@ -233,43 +206,39 @@ def one_openmp(facts: Facts) -> Finding | None:
     )
 
 
-def threads_and_cores(facts: Facts) -> Finding | None:
-    """More threads than cores."""
-    threads, cores = facts["threads"], facts["cpu"]["usable_cores"] or facts["cpu"]["cores"]
-    if threads <= cores:
-        return None
-    return Finding(
-        "problem",
-        f"torch runs {threads} threads on {cores} usable cores: each parallel loop waits for a "
-        "thread that has no core",
-        f"OMP_NUM_THREADS={cores}, or torch.set_num_threads({cores})",
-    )
+def _cores(facts: Facts) -> int:
+    return facts["cpu"]["usable_cores"] or facts["cpu"]["cores"]
 
 
-def threads_and_quota(facts: Facts) -> Finding | None:
-    """More threads than the CPU quota of the container allows to run."""
-    threads, quota = facts["threads"], facts["cpu"]["quota"]
-    if quota is None or threads <= math.ceil(quota):
+def threads(facts: Facts) -> Finding | None:
+    """More threads than cores, or than the CPU quota of the container allows to run."""
+    running, quota, cores = facts["threads"], facts["cpu"]["quota"], _cores(facts)
+    if running > cores:
+        what = f"on {cores} usable cores: each parallel loop waits for a thread that has no core"
+    elif quota is not None and running > math.ceil(quota):
+        what = (
+            f"on the CPU time of {quota:g} cores, which the control group grants: Linux stops all "
+            "threads when it is used up, many times a second"
+        )
+    else:
         return None
-    fitting = max(1, math.floor(quota))
+    fit = max(1, math.floor(min(cores, quota or cores)))
     return Finding(
         "problem",
-        f"torch runs {threads} threads, but the control group grants the CPU time of {quota:g} "
-        "cores: Linux stops all threads when it is used up, many times a second",
-        f"OMP_NUM_THREADS={fitting}, or torch.set_num_threads({fitting}), or a larger CPU quota",
+        f"torch runs {running} threads {what}",
+        f"OMP_NUM_THREADS={fit}, or torch.set_num_threads({fit})",
     )
 
 
 def idle_cores(facts: Facts) -> Finding | None:
     """OMP_NUM_THREADS, if it leaves half of the cores or more idle."""
-    given = facts["environment"].get("OMP_NUM_THREADS")
-    cores = facts["cpu"]["usable_cores"] or facts["cpu"]["cores"]
+    variable, cores = facts["environment"].get("OMP_NUM_THREADS"), _cores(facts)
     granted = min(cores, facts["cpu"]["quota"] or cores)
-    if given is None or facts["threads"] * 2 > granted:
+    if variable is None or facts["threads"] * 2 > granted:
         return None
     return Finding(
         "note",
-        f"OMP_NUM_THREADS={given}: torch uses {facts['threads']} of {granted:g} cores",
+        f"OMP_NUM_THREADS={variable}: torch uses {facts['threads']} of {granted:g} cores",
         "leave it so where several processes share the cores (torchrun sets 1); else unset it",
     )
 
@@ -294,17 +263,10 @@ def subnormals(facts: Facts) -> Finding | None:
 
 def linear_layers(facts: Facts) -> Finding | None:
     """16-bit linear layers that PyTorch computes by scalar code."""
-    speeds = {name: found for name, found in facts["linear_layers"].items() if name != "float32"}
-    if not speeds:
+    if not (names := " and ".join(facts["scalar_products"])):
         return None
-    wide = facts["linear_layers"]["float32"]["torch"]
-    found = ", ".join(f"{name} at {speed['torch']:.0f}" for name, speed in speeds.items())
-    ours = ", ".join(f"{name} {speed['ours']:.0f}" for name, speed in speeds.items())
-    return Finding(
-        "note",
-        f"PyTorch's linear layers run in {found} GFLOP/s here, in float32 at {wide:.0f}",
-        f"`fastattn.accelerate(model)` makes it {ours}",
-    )
+    what = f"PyTorch computes linear layers in {names} by scalar code here, far slower than float32"
+    return Finding("note", what, "`fastattn.accelerate(model)` computes them on vectors")
 
 
 def interpreted_triton(facts: Facts) -> Finding | None:
@@ -325,8 +287,7 @@ CHECKS = (
     instruction_set,
     tiles,
     one_openmp,
-    threads_and_cores,
-    threads_and_quota,
+    threads,
     idle_cores,
     subnormals,
     linear_layers,
@@ -342,11 +303,11 @@ def examine(facts: Facts) -> dict[str, Finding | None]:
     return {check.__name__: check(facts) for check in CHECKS}
 
 
-def format_text(found: dict[str, Finding | None]) -> str:
-    findings = [(name, finding) for name, finding in found.items() if finding]
-    lines = [f"{finding.level}: {finding.what}\n    fix: {finding.fix}" for _, finding in findings]
-    passed = len(found) - len(findings)
-    return "\n".join([*lines, f"{passed} of {len(found)} checks found nothing"])
+def format_text(results: dict[str, Finding | None]) -> str:
+    findings = [finding for finding in results.values() if finding]
+    lines = [f"{finding.level}: {finding.what}\n    fix: {finding.fix}" for finding in findings]
+    passed = len(results) - len(findings)
+    return "\n".join([*lines, f"{passed} of {len(results)} checks found nothing"])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -364,9 +325,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     for name in args.modules:
         importlib.import_module(name)
-    found = examine(collect())
+    results = examine(collect())
     if args.json:
-        print(json.dumps({n: f and f._asdict() for n, f in found.items()}, indent=2))
+        print(json.dumps({n: f and f._asdict() for n, f in results.items()}, indent=2))
     else:
-        print(format_text(found))
-    return int(any(finding and finding.level == "problem" for finding in found.values()))
+        print(format_text(results))
+    return int(any(finding and finding.level == "problem" for finding in results.values()))

@@ -113,7 +113,6 @@ ROWS = (
     Row("gemm", "", "", Gemm("torch", "torch", "torch"), _UNMEASURED),
 )
 # fmt: on
-_DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 # -- choosing --------------------------------------------------------------------------------------
@@ -149,20 +148,15 @@ def choose(
     )
 
 
-def has_tiles(isa: str) -> bool:
-    """Whether this instruction set of the CPU's kernels has tiles."""
-    return isa.startswith("amx_")
-
-
 def isa(supported: Sequence[str]) -> str:
     """The instruction set of each dtype, in the syntax of ``_cpu.set_isa``.
 
     ``supported``: the instruction sets of both build and processor, the strongest last. Tiles are
     used only where a row chooses them, since they serve only some dtypes.
     """
-    strongest = [name for name in supported if not has_tiles(name)][-1]
+    strongest = [name for name in supported if not name.startswith("amx_")][-1]
     chosen = {}
-    for name in _DTYPES:
+    for name in ("float32", "float64", "bfloat16", "float16"):
         measured = choose("isa", "cpu", dtype=getattr(torch, name)).use
         chosen[name] = measured if measured in supported else strongest
     most = chosen.pop("float32")
@@ -172,8 +166,11 @@ def isa(supported: Sequence[str]) -> str:
 # -- the user's rows -------------------------------------------------------------------------------
 
 _FORMAT = 3
-_BACKENDS = ("torch", "cpu", "cuda", "triton")
-_TYPES = {"backends": list, "isa": str, "gemm": list}  # of `use` in JSON
+_IS_VALID: dict[str, Callable[[Any], bool]] = {  # whether `use` of a choice in JSON is valid
+    "backends": lambda use: type(use) is list and {*use} <= {"torch", "cpu", "cuda", "triton"},
+    "isa": lambda use: isinstance(use, str),
+    "gemm": lambda use: {*use[:3]} <= {*GEMMS} and all(isinstance(x, int) for x in use[3:]),
+}
 
 
 def own_file() -> Path:
@@ -201,16 +198,6 @@ def set_own(rows: Sequence[Row]) -> Path:
     return path
 
 
-def remove_own() -> Path | None:
-    """Remove the user's file; return its path, or None if it does not exist."""
-    path = own_file()
-    if not path.exists():
-        return None
-    path.unlink()
-    forget()
-    return path
-
-
 @functools.cache
 def _own() -> tuple[Row, ...]:
     path = None
@@ -230,20 +217,11 @@ def _own() -> tuple[Row, ...]:
 
 def _checked(row: Row) -> Row:
     """Check a row that was read from JSON; ``ValueError`` if it is not valid."""
-    fields: dict[str, Any] = row._asdict()
-    kinds = {"use": _TYPES[row.choice], "least_queries": int}
-    if not all(isinstance(x, kinds.get(name, str)) for name, x in fields.items()):
-        raise ValueError(f"a field of {row} has a wrong type")
-    if not row.version:
-        raise ValueError(f"{row} has no version")
-    if row.choice == "backends" and not {*row.use} <= {*_BACKENDS}:
-        raise ValueError(f"backends must be of {', '.join(_BACKENDS)}, got {row.use}")
-    if row.choice != "gemm":
-        return row
-    gemm = Gemm(*row.use)
-    if not {*gemm[:3]} <= {*GEMMS} or not all(isinstance(size, int) for size in gemm[3:]):
-        raise ValueError(f"GEMMs must be of {', '.join(GEMMS)}, and sizes numbers, got {row.use}")
-    return row._replace(use=gemm)
+    texts = row.choice, row.on, row.dtypes, row.source, row.op, row.version
+    typed = all(isinstance(x, str) for x in texts) and isinstance(row.least_queries, int)
+    if not (typed and row.version and _IS_VALID[row.choice](row.use)):
+        raise ValueError(f"{row} is not valid")
+    return row._replace(use=Gemm(*row.use)) if row.choice == "gemm" else row
 
 
 # -- caches ----------------------------------------------------------------------------------------

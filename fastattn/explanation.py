@@ -150,12 +150,11 @@ def _instruction_set(native: dict[str, Any], dtype: torch.dtype) -> str:
 def _unit(dtype: torch.dtype, op: str, tensors: Sequence[Any], options: Any) -> str:
     """If the instruction set has tiles: whether the kernel uses them, and why not."""
     native = importlib.import_module("fastattn._cpu").build_info()
-    if not evidence.has_tiles(_instruction_set(native, dtype)):
+    if not _instruction_set(native, dtype).startswith("amx_"):
         return ""
     backend = importlib.import_module("fastattn.backends.cpu")
-    given = dispatch.tensors_by_name(op, tensors)
-    against = backend.why_not_tiles(op, given, options)
-    if against:
+    by_name = dispatch.tensors_by_name(op, tensors)
+    if against := backend.why_not_tiles(op, by_name, options):
         return f", on vectors: {against}"
     parts = backend.parts_on_tiles(op, dtype)
-    return f", on tiles{parts}{backend.beside_tiles(op, given, options)}"
+    return f", on tiles{parts}{backend.beside_tiles(op, by_name, options)}"

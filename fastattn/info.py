@@ -19,6 +19,7 @@ from fastattn import _openmp as _openmp_runtimes
 from fastattn._processor import cpuinfo
 from fastattn._version import __version__
 from fastattn.dispatch import BACKENDS
+from fastattn.evidence import ANY, ATTENTION, Gemm
 
 # The CPU flags that affect the speed of attention, out of the hundred that Linux lists.
 CPU_FEATURES = """
@@ -54,55 +55,26 @@ def collect() -> dict[str, Any]:
 
 def _choices() -> list[dict[str, str]]:
     """The choices for this machine, and the evidence for them."""
-    attention = "scaled_dot_product_attention"
-    queries = [("cpu", "backends", attention), ("cpu", "isa", ""), ("cpu", "gemm", "")]
+    queries = [("cpu", "backends", ATTENTION), ("cpu", "isa", ""), ("cpu", "gemm", "")]
     if evidence.processor("cuda").name:
-        queries.append(("cuda", "backends", attention))
-    found = []
+        queries.append(("cuda", "backends", ATTENTION))
+    choices = []
     for device, what, op in queries:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             row = evidence.choose(what, device, op, dtype)
-            use = _spelled(row.use)
+            use = _use_text(row.use)
             use += f" (from {row.least_queries} queries on)" * (row.least_queries > 0)
             names = {"device": device, "choice": what, "dtype": str(dtype).removeprefix("torch.")}
-            found.append({**names, "use": use, "source": row.because})
-    return found
+            choices.append({**names, "use": use, "source": row.because})
+    return choices
 
 
-def _spelled(use: Any) -> str:
-    if isinstance(use, evidence.Gemm):
-        return ", ".join(_field(name, x) for name, x in use._asdict().items() if x)
+def _use_text(use: Any) -> str:
+    """The order of backends, an instruction set, or the fields of a Gemm that are set."""
+    if isinstance(use, Gemm):
+        fields = ((name, "∞" if x == ANY else x) for name, x in use._asdict().items() if x)
+        return ", ".join(f"{name}={x}" for name, x in fields)
     return ", ".join(use) if isinstance(use, list) else str(use)
-
-
-# The fields of evidence.Gemm.
-_GEMM = {
-    "y": "outputs by {}",
-    "dx": "gradients of inputs by {}",
-    "dw": "gradients of weights by {}",
-    "few": "outputs of up to {} rows by ours",
-    "one_from": "of one row from {} on",
-    "least": "outputs by torch below {}",
-    "least_grad": "gradients by torch below {}",
-    "ours_up_to": "outputs by ours up to {}",
-    "small_up_to": "whole attention in one call up to {}",
-    "layer_up_to": "a whole encoder layer in one call up to {}",
-    "fewest": "few rows are {} or more",
-    "few_from": "few rows from {} a row on",
-}
-
-
-def _field(name: str, value: Any) -> str:
-    if (name, value) == ("one_from", evidence.ANY):
-        return "of one row by torch"
-    return _GEMM[name].format(_size(value))
-
-
-def _size(value: Any) -> str:
-    """The name of a library, a number of rows, or the number of products of a call."""
-    if isinstance(value, str) or value < 2**10:
-        return str(value)
-    return "any size" if value >= 2**62 else f"{value:,} products"
 
 
 def _cpu() -> dict[str, Any]:
@@ -114,11 +86,7 @@ def _cpu() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "quota": _cgroup.cpu_quota(),
-        "features": [
-            name
-            for name in CPU_FEATURES
-            if name in flags or name in evidence.processor("cpu").features
-        ],
+        "features": [x for x in CPU_FEATURES if x in {*flags, *evidence.processor("cpu").features}],
     }
 
 
@@ -135,17 +103,9 @@ def _openmp_text(openmp: dict[str, Any]) -> str:
     runtimes, shared = openmp["runtimes"], openmp["shared"]
     if len(runtimes) < 2:
         return ", ".join(runtimes) or "none loaded"
-    if shared is not None:
-        others = ", ".join(name for name in runtimes if name != shared)
-        return (
-            f"{shared}, which torch and fastattn share; {others} is loaded too, by another library:"
-            " if it computes in threads, they compete with ours for the cores"
-        )
-    return (
-        f"WARNING: {len(runtimes)} runtimes: {', '.join(runtimes)}. torch and fastattn may have "
-        "separate threads, which busy-wait and take the cores from each other: results are "
-        "correct, but slower. OMP_WAIT_POLICY=passive helps"
-    )
+    if shared is None:
+        return f"WARNING: {', '.join(runtimes)}, whose threads compete: see `fastattn doctor`"
+    return f"{shared}, which torch and fastattn share; also loaded: {', '.join(runtimes)}"
 
 
 def format_text(facts: dict[str, Any]) -> str:
@@ -210,9 +170,9 @@ def _isa_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
 def _choice_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """One row per choice; dtypes with the same choice share a row."""
     rows: dict[tuple[str, str, str], list[str]] = {}
-    for made in facts["choices"]:
-        key = (f"{made['device']} {made['choice']}", made["use"], made["source"])
-        rows.setdefault(key, []).append(made["dtype"])
+    for choice in facts["choices"]:
+        key = (f"{choice['device']} {choice['choice']}", choice["use"], choice["source"])
+        rows.setdefault(key, []).append(choice["dtype"])
     return [(what, f"{', '.join(d)}: {use} [{source}]") for (what, use, source), d in rows.items()]
 
 

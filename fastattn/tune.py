@@ -18,7 +18,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ _LARGE, _SMALL, _FEW_ROWS = (512, 768, 2304), (64, 768, 768), (4, 2048, 2048)
 _OURS_UP_TO = 2**24 - 1
 _FASTER = 0.97  # required ratio of times; a smaller gain is noise
 _ROUNDS, _SECONDS = 7, 3.0  # the minimum rounds and seconds of a race
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_DTYPES = ("bfloat16", "float16", "float32")
 
 _Call = Callable[[], Any]
 _On = Callable[[], contextlib.AbstractContextManager[Any]]  # selects a candidate within its block
@@ -67,22 +66,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.reset:
-        removed = evidence.remove_own()
-        print(f"removed {removed}" if removed else f"nothing to remove in {evidence.own_file()}")
+        path = evidence.own_file()
+        print(f"removed {path}" if path.exists() else f"nothing to remove in {path}")
+        path.unlink(missing_ok=True)
+        evidence.forget()
         return 0
     operators = spelling.operators(args.op, MEASURED)
-    dtypes = [_DTYPES[name] for name in spelling.dtypes(args.dtype, _DTYPES)]
+    dtypes = [getattr(torch, name) for name in spelling.dtypes(args.dtype, _DTYPES) or _DTYPES]
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cpu" and operators:
         raise ValueError("--op is for --device cuda, but this is --device cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("PyTorch sees no GPU here")
-    dtypes = dtypes or list(_DTYPES.values())
-    path = on_cpu(dtypes) if device == "cpu" else on_gpu(operators or list(MEASURED), dtypes)
-    if path is None:
+    rows = on_cpu(dtypes) if device == "cpu" else on_gpu(operators or list(MEASURED), dtypes)
+    written = {evidence.set_own(each) for each in rows}  # at once: a later one may end the process
+    if not written:
         print("nothing was measured, so nothing is written")
         return 1
-    print(f"written to {path}\nNew Python processes will use it. To undo this: "
+    print(f"written to {written.pop()}; new Python processes will use it. To undo this: "
           "fastattn tune --reset")  # fmt: skip
     return 0
 
@@ -96,11 +97,11 @@ def race(what: str, candidates: Mapping[str, _Call]) -> dict[str, float]:
     end, rounds = time.perf_counter() + _SECONDS, 0
     while times and (rounds < _ROUNDS or time.perf_counter() < end):
         rounds += 1
-        for name, taken in times.items():
+        for name, samples in times.items():
             start = time.perf_counter()
             candidates[name]()
-            taken.append(time.perf_counter() - start)
-    medians = {name: statistics.median(taken) for name, taken in times.items()}
+            samples.append(time.perf_counter() - start)
+    medians = {name: statistics.median(samples) for name, samples in times.items()}
     print(f"{what}: {_milliseconds(medians)}")
     return medians
 
@@ -142,7 +143,7 @@ def _call(run: _Call, on: _On, device: str) -> None:
 
 
 def _milliseconds(times: dict[str, float]) -> str:
-    return ", ".join(f"{name} {1000 * taken:.3g} ms" for name, taken in times.items())
+    return ", ".join(f"{name} {1000 * x:.3g} ms" for name, x in times.items())
 
 
 def _row(choice: str, device: torch.device, dtype: torch.dtype, use: Any, usual: Any,
@@ -158,15 +159,12 @@ def _row(choice: str, device: torch.device, dtype: torch.dtype, use: Any, usual:
 # -- a GPU -----------------------------------------------------------------------------------------
 
 
-def on_gpu(operators: Sequence[str], dtypes: Sequence[torch.dtype]) -> Path | None:
+def on_gpu(operators: Sequence[str], dtypes: Sequence[torch.dtype]) -> Iterator[list[Row]]:
     device = torch.device("cuda", torch.cuda.current_device())
     print(f"{evidence.processor('cuda').name}; Triton compiles for some minutes")
-    path = None
     for op, dtype in itertools.product(operators, dtypes):
-        row = order(op, dtype, device)
-        if row is not None:  # written at once: a later operator may end the process
-            path = evidence.set_own([row])
-    return path
+        if (row := order(op, dtype, device)) is not None:
+            yield [row]
 
 
 def order(op: str, dtype: torch.dtype, device: torch.device) -> Row | None:
@@ -210,12 +208,12 @@ def is_right(name: str, op: str, dtype: torch.dtype, device: torch.device) -> bo
 _CPU = torch.device("cpu")
 
 
-def on_cpu(dtypes: Sequence[torch.dtype]) -> Path:
+def on_cpu(dtypes: Sequence[torch.dtype]) -> list[list[Row]]:
     if isinstance(native := dispatch.load("cpu"), str):
         raise RuntimeError(f"the CPU kernels are {native}")
     name = evidence.processor("cpu").name or "this processor"
     print(f"{name}, {torch.get_num_threads()} threads; under a minute")
-    return evidence.set_own([row for x in dtypes for row in (*attention(x), *linear_layers(x))])
+    return [[row for x in dtypes for row in (*attention(x), linear_layers(x))]]
 
 
 def attention(dtype: torch.dtype) -> list[Row]:
@@ -245,12 +243,12 @@ def attention(dtype: torch.dtype) -> list[Row]:
     ]
 
 
-def linear_layers(dtype: torch.dtype) -> list[Row]:
+def linear_layers(dtype: torch.dtype) -> Row:
     """The row of the GEMMs of linear layers."""
     backend: Any = dispatch.load("cpu")
     usual: Gemm = evidence.choose("gemm", "cpu", dtype=dtype, own=False).use
     gemms: Any = backend.gemms_of(dtype)
-    times: dict[str, float] = {}
+    times: dict[str, dict[str, float]] = {}
 
     def fastest(product: str, usual: str, x: torch.Tensor, weight: torch.Tensor) -> str:
         calls = {
@@ -258,10 +256,8 @@ def linear_layers(dtype: torch.dtype) -> list[Row]:
             for name, gemm in gemms.items()
             if product in ("y", "dx", "dw") or name != "onednn"
         }
-        found = race(f"linear {str(dtype)[6:]}, {product}", calls)
-        if product == "y":
-            times.update(found)
-        return clearly_fastest(found, usual if usual in found else "torch")
+        times[product] = race(f"linear {str(dtype)[6:]}, {product}", calls)
+        return clearly_fastest(times[product], usual if usual in times[product] else "torch")
 
     def drawn(m: int, k: int, n: int) -> list[torch.Tensor]:
         return [torch.randn(shape).to(dtype) for shape in ((m, k), (n, k), (m, n))]
@@ -276,4 +272,4 @@ def linear_layers(dtype: torch.dtype) -> list[Row]:
     if use.y != "ours":
         small = fastest("small", "ours" if usual.ours_up_to else "torch", *drawn(*_SMALL)[:2])
         use = use._replace(ours_up_to=(usual.ours_up_to or _OURS_UP_TO) if small == "ours" else 0)
-    return [_row("gemm", _CPU, dtype, use, usual, times)]
+    return _row("gemm", _CPU, dtype, use, usual, times["y"])

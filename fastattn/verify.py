@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fastattn import dispatch, evidence, spelling
+from fastattn._table import as_text
 from fastattn.testing import PROOFS, OnGpu, Target, Verdict, targets
 from fastattn.testing.cases import FLOATS, NamedCase
 
@@ -25,27 +26,16 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
+    add = parser.add_argument
     spelling.add_list(parser, "--op", f"only these operators: {', '.join(PROOFS)}")
-    parser.add_argument(
-        "--backend",
-        help="cpu, cuda, triton or reference (default: every native backend that runs here)",
-    )
-    parser.add_argument(
-        "--isa",
-        default="current",
-        help="an instruction set, `all`, or `current` (default: current)",
-    )
+    words = "cpu, cuda, triton or reference (default: every native backend that runs here)"
+    add("--backend", help=words)
+    words = "an instruction set, `all`, or `current` (default: current)"
+    add("--isa", default="current", help=words)
     spelling.add_list(parser, "--dtype", f"only these dtypes: {', '.join(_DTYPES)}")
-    parser.add_argument(
-        "--case", metavar="TEXT", help="only cases whose name is TEXT, or contains it"
-    )
-    parser.add_argument(
-        "--draws",
-        type=int,
-        default=1,
-        metavar="N",
-        help="check every case with N draws of random values (default: 1)",
-    )
+    add("--case", metavar="TEXT", help="only cases whose name is TEXT, or contains it")
+    words = "check every case with N draws of random values (default: 1)"
+    add("--draws", type=int, default=1, metavar="N", help=words)
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="check only every tenth case")
     size.add_argument("--complete", action="store_true", help="check the slow cases too")
@@ -59,7 +49,6 @@ class _Result:
     target: Target
     draw: int
     verdict: Verdict
-    seconds: float
 
     @property
     def name(self) -> str:
@@ -92,45 +81,37 @@ def run(args: argparse.Namespace) -> int:
         results.append(result)
         for fault in result.verdict.faults:
             print(f"FAIL {result.name}: {fault}")
-    _print_table(results)
+    print(_table(results))
     failed = [result for result in results if not result.verdict.ok]
-    if failed:
-        worst = max(failed, key=lambda result: result.verdict.ratio)
-        print(f"{len(failed)} of {len(results)} checks failed. To run only the worst:")
-        print(
-            f"  python -m fastattn verify --op {worst.op} --backend {worst.target.backend}"
-            f"{f' --isa {worst.target.isa}' if worst.target.isa else ''}"
-            f" --dtype {worst.dtype} --case {worst.case.name}"
-        )
-        print(f"  {worst.case!r}")
-    else:
+    if not failed:
         print(f"all {len(results)} checks passed")
-    return 1 if failed else 0
+        return 0
+    worst = max(failed, key=_ratio)
+    isa = f" --isa {worst.target.isa}" if worst.target.isa else ""
+    print(f"{len(failed)} of {len(results)} checks failed. To run only the worst:")
+    print(f"  python -m fastattn verify --op {worst.op} --backend {worst.target.backend}{isa}"
+          f" --dtype {worst.dtype} --case {worst.case.name}\n  {worst.case!r}")  # fmt: skip
+    return 1
 
 
 def _targets(backend: str | None, isa: str) -> list[Target]:
     """The targets that the arguments select. Raises ValueError if they select none."""
     native = [*_on_gpu(), *targets(emulated=True)]
-    if backend == "reference":
-        return [Target("reference")]
     if not native and backend is None:
         print("No native backend is built (see `fastattn info`): verifying the reference.")
-        return [Target("reference")]
-    names = sorted({target.backend for target in native})
-    found = [target for target in native if backend in (None, target.backend)]
-    if not found:
-        raise ValueError(
-            f"--backend {backend}: allowed here are {', '.join([*names, 'reference'])}"
-        )
-    if isa == "all":
-        return found
-    if isa == "current":
-        return [target for target in found if target.is_current()]
-    chosen = [target for target in found if target.isa == isa]
+        backend = "reference"
+    every = [*native, Target("reference")]
+    chosen = [target for target in every if target.backend == backend] if backend else native
     if not chosen:
-        allowed = ", ".join(target.isa or "" for target in found)
-        raise ValueError(f"--isa {isa}: allowed here are all, current, {allowed}")
-    return chosen
+        names = ", ".join(dict.fromkeys(target.backend for target in every))
+        raise ValueError(f"--backend {backend}: allowed here are {names}")
+    if isa == "current":
+        return [target for target in chosen if target.is_current()]
+    of_isa = [target for target in chosen if isa in ("all", target.isa)]
+    if not of_isa:
+        names = ", ".join(target.isa or "" for target in chosen)
+        raise ValueError(f"--isa {isa}: allowed here are all, current, {names}")
+    return of_isa
 
 
 def _on_gpu() -> list[Target]:
@@ -149,16 +130,14 @@ def _cases(op: str, args: argparse.Namespace) -> list[NamedCase]:
 
 
 def results_of(work: Sequence[tuple[str, NamedCase, str, Target]], draws: int) -> Iterator[_Result]:
-    for number, (op, case, dtype, target) in itertools.product(range(draws), work):
-        start = time.perf_counter()
+    for draw, (op, case, dtype, target) in itertools.product(range(draws), work):
         try:
-            verdict = PROOFS[op](replace(case, draw=number), _DTYPES[dtype], target)
+            verdict = PROOFS[op](replace(case, draw=draw), _DTYPES[dtype], target)
         except Exception as error:  # one broken case must not hide the others
             is_memory = isinstance(error, torch.OutOfMemoryError)
             what = "not checked, not enough memory" if is_memory else type(error).__name__
             verdict = Verdict(faults=[f"{what}: {error}".split("\n")[0]])
-        seconds = time.perf_counter() - start
-        yield _Result(op, case, dtype, target, number, verdict, seconds)
+        yield _Result(op, case, dtype, target, draw, verdict)
 
 
 def _progress(results: Iterator[_Result], total: int) -> Iterator[_Result]:
@@ -176,18 +155,19 @@ def _progress(results: Iterator[_Result], total: int) -> Iterator[_Result]:
         print("\r\033[K", end="")
 
 
-def _print_table(results: list[_Result]) -> None:
+def _ratio(result: _Result) -> float:
+    return result.verdict.ratio
+
+
+def _table(results: list[_Result]) -> str:
     groups: dict[tuple[str, str, str], list[_Result]] = {}
     for result in results:
         groups.setdefault((result.op, str(result.target), result.dtype), []).append(result)
-    print(
-        f"{'operator':30}{'target':26}{'dtype':10}{'checks':>7}{'failed':>8}{'declined':>10}  worst"
-    )
-    for (op, target, dtype), group in groups.items():
+    rows = [["operator", "target", "dtype", "checks", "failed", "declined", "worst"]]
+    for names, group in groups.items():
         failed = sum(not result.verdict.ok for result in group)
         declined = sum(bool(result.verdict.declined) for result in group)
-        worst = max(group, key=lambda result: result.verdict.ratio)
-        print(
-            f"{op:30}{target:26}{dtype:10}{len(group):7}{failed:8}{declined:10}"
-            f"  {worst.verdict.ratio:.2f} x the bound ({worst.case.name})"
-        )
+        worst = max(group, key=_ratio)
+        words = f"{_ratio(worst):.2f} x the bound ({worst.case.name})"
+        rows.append([*names, str(len(group)), str(failed), str(declined), words])
+    return as_text(rows)

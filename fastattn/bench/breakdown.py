@@ -114,13 +114,13 @@ def budget(ms: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def microseconds(found: CellResult) -> dict[str, float]:
+def microseconds(measured: CellResult) -> dict[str, float]:
     """The budget of a cell and the times beside it, as far as they were measured.
 
     Uses the least time of each part, because interruptions last longer than a small call.
     """
-    names = found.rounds[0].ms
-    ms = {name: min(turn.ms[name] for turn in found.rounds) for name in names}
+    names = measured.rounds[0].ms
+    ms = {name: min(turn.ms[name] for turn in measured.rounds) for name in names}
     times = budget(ms) | {name: ms[name] for name in BESIDE if name in ms}
     return {name: 1e3 * time for name, time in times.items()}
 
@@ -128,9 +128,9 @@ def microseconds(found: CellResult) -> dict[str, float]:
 def table(result: Result) -> str:
     """The budgets as a table, in microseconds."""
     rows = [[*COLUMNS, "us of"]]
-    for found in (found for found in result.cells if found.rounds):
-        times = microseconds(found)
-        rows.append([*(f"{times.get(name, math.nan):.1f}" for name in COLUMNS), found.cell.name])
+    for measured in (cell for cell in result.cells if cell.rounds):
+        times = microseconds(measured)
+        rows.append([*(f"{times.get(name, math.nan):.1f}" for name in COLUMNS), measured.cell.name])
     return as_text(rows)
 
 
@@ -143,18 +143,18 @@ def measure(cells: Sequence[Cell], *, threads: int, rounds: int, seed: int = 0) 
     order = random.Random(seed)
     with dispatch.use_backend("cpu"):
         for cell in cells:
-            found = CellResult(cell, 0, bytes_touched(cell))  # parts have no count of operations
-            result.cells.append(found)
+            measured = CellResult(cell, 0, bytes_touched(cell))  # parts have no count of operations
+            result.cells.append(measured)
             calls = _calls(cell, seed)
             outputs = dict(zip(output_names(cell), ops.as_tuple(calls["call"]()), strict=True))
-            found.outcomes["call"] = Oracle(cell, seed).check(outputs)
-            if found.outcomes["call"].ok:
-                _measure(found, calls, rounds, order)
+            measured.outcomes["call"] = Oracle(cell, seed).check(outputs)
+            if measured.outcomes["call"].ok:
+                _measure(measured, calls, rounds, order)
     return result
 
 
-def _measure(found: CellResult, calls: Calls, rounds: int, order: random.Random) -> None:
-    cell = found.cell
+def _measure(measured: CellResult, calls: Calls, rounds: int, order: random.Random) -> None:
+    cell = measured.cell
     # Parts that equal another part of this call.
     same = {"one thread": "native"} if torch.get_num_threads() == 1 else {}
     if cell.passes == "fwd":
@@ -172,13 +172,13 @@ def _measure(found: CellResult, calls: Calls, rounds: int, order: random.Random)
         # The minimum, because the first calls of a part may be much slower than later calls.
         least = min(seconds(name, 1) for _ in range(5))
         count = max(1, min(10_000, math.ceil(SAMPLE_SECONDS / max(least, 1e-6))))
-        found.outcomes.setdefault(name, Outcome()).inner = count
+        measured.outcomes.setdefault(name, Outcome()).inner = count
     for _ in range(rounds):
         turn = Round((0.0, 0.0), {})
         for name in order.sample(list(parts), len(parts)):
-            turn.ms[name] = seconds(name, found.outcomes[name].inner or 1) * 1e3
+            turn.ms[name] = seconds(name, measured.outcomes[name].inner or 1) * 1e3
         turn.ms |= {name: turn.ms[other] for name, other in same.items()}
-        found.rounds.append(turn)
+        measured.rounds.append(turn)
 
 
 def _calls(cell: Cell, seed: int) -> Calls:
@@ -252,12 +252,12 @@ def _emptied(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 
     A vector has no batch, unless it is an array of states, whose length no other tensor has.
     """
-    given = (*args, *kwargs.values())
-    tensors = [x for x in given if isinstance(x, Tensor)]
+    values = (*args, *kwargs.values())
+    tensors = [x for x in values if isinstance(x, Tensor)]
     sizes = {size for x in tensors if x.dim() > 1 for size in x.shape}
     batched = {id(x) for x in tensors if x.dim() > 1 or x.is_floating_point()}
     batched -= {id(x) for x in tensors if x.dim() == 1 and len(x) in sizes}
-    empty = [x[:0] if id(x) in batched and x.dim() else x for x in given]
+    empty = [x[:0] if id(x) in batched and x.dim() else x for x in values]
     return function(*empty[: len(args)], **dict(zip(kwargs, empty[len(args) :], strict=True)))
 
 

@@ -58,9 +58,9 @@ class Cell:
             *(("dtype", TORCH_DTYPES), ("passes", op.PASSES), ("mask", op.MASKS)),
             *(("weights", op.WEIGHTS), ("option", op.OPTIONS), ("device", DEVICES)),
         ):
-            if (given := getattr(self, name)) not in allowed:
+            if (value := getattr(self, name)) not in allowed:
                 names = ", ".join(allowed)
-                raise ValueError(f"{name} is {given!r}, allowed for {self.op} are {names}")
+                raise ValueError(f"{name} is {value!r}, allowed for {self.op} are {names}")
         op.check(self)
 
     def __hash__(self) -> int:
@@ -161,11 +161,11 @@ def shape_text(sizes: Mapping[str, int], defaults: Defaults) -> str:
     return ",".join(parts)
 
 
-def with_defaults(given: Mapping[str, int], defaults: Defaults) -> dict[str, int]:
+def with_defaults(sizes: Mapping[str, int], defaults: Defaults) -> dict[str, int]:
     """The sizes in the order of the operator; a missing size has its default."""
     shape: dict[str, int] = {}
     for key, default in defaults.items():
-        shape[key] = given.get(key, shape[default] if isinstance(default, str) else default)
+        shape[key] = sizes.get(key, shape[default] if isinstance(default, str) else default)
     return shape
 
 
@@ -202,9 +202,6 @@ class Draw:
         self.begin = 0 if self.begin + count > POOL else self.begin
         self.begin += count
         return pool[self.begin - count : self.begin].view(shape)
-
-    def uniform(self, low: float, high: float, *shape: int) -> Tensor:
-        return (low + (high - low) * torch.rand(shape, generator=self.generator)).to(self.dtype)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=self.generator)

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +30,13 @@ from fastattn.spelling import name_list
 OK, FAULTS, USAGE, UNWRITTEN, INTERRUPTED = 0, 1, 2, 3, 130
 
 
-def run_model(args: argparse.Namespace) -> int:
-    """Measure whole models of PyTorch and after ``fastattn.accelerate``.
+_OF_MODELS = """Measure whole models of PyTorch and after ``fastattn.accelerate``.
 
-    Models have real sizes and random weights: nothing is downloaded. "attention" is the share of a
-    model's time that its attention takes; "by it at most" is the speed-up of the model if its
-    attention took no time and all else were PyTorch's. A training step (--pass fwd+bwd) has no
-    dropout and no optimizer.
-    """
-    return run_cells(args)
+Models have real sizes and random weights: nothing is downloaded. "attention" is the share of a
+model's time that its attention takes; "by it at most" is the speed-up of the model if its
+attention took no time and all else were PyTorch's. A training step (--pass fwd+bwd) has no dropout
+and no optimizer.
+"""
 
 
 def run_cells(args: argparse.Namespace) -> int:
@@ -54,11 +51,11 @@ def run_cells(args: argparse.Namespace) -> int:
         if differ := results.differences(earlier, settings.new_result()):
             raise ValueError(f"--resume: {saved} was measured with another {'; '.join(differ)}")
 
-    def measured(result: Result, found: CellResult) -> None:
-        if summary.was_skipped(found):
+    def report(result: Result, measured: CellResult) -> None:
+        if summary.was_skipped(measured):
             return
         if not args.quiet:
-            text = summary.progress(result, found, len(settings.cells))
+            text = summary.progress(result, measured, len(settings.cells))
             print(text, file=sys.stderr, flush=True)
         if saved:
             # Replaced atomically, so a killed run keeps the cells measured before. A full disk must
@@ -68,24 +65,17 @@ def run_cells(args: argparse.Namespace) -> int:
                 results.save_json(result, summarise(result), part)
                 part.replace(saved)
 
-    result = runner.Runner(settings, earlier, measured).run()
+    result = runner.Runner(settings, earlier, report).run()
     rows = summarise(result)
     text = summary.page(result, rows, metrics)
     print(text)
-    writers: dict[str, Callable[[Path], Any]] = {
-        "json": partial(results.save_json, result, rows),
-        "md": lambda path: path.write_text(text),
-    }
-    if any(row["ms"] is not None for row in rows) and find_spec("matplotlib"):
-        from fastattn.bench import plots  # imports matplotlib
-
-        writers["png"] = partial(plots.draw, result)
-    elif folder:
-        missing = "matplotlib is missing (pip install 'fastattn[bench]')"
-        print(f"No plot: nothing was measured, or {missing}", file=sys.stderr)
-    files = {folder / f"results.{kind}": write for kind, write in writers.items() if folder}
+    write_json = partial(results.save_json, result, rows)
+    files: dict[Path, Callable[[Path], Any]] = {}
+    if folder:
+        files[folder / "results.json"] = write_json
+        files[folder / "results.md"] = lambda path: path.write_text(text)
     if path := placed(args.json, args.device):
-        files[path] = writers["json"]
+        files[path] = write_json
     written = [_written(path, write) for path, write in files.items()]
     return exit_code(result.ended, rows) if all(written) else UNWRITTEN
 
@@ -180,9 +170,9 @@ def breakdown(args: argparse.Namespace) -> int:
     print(parts.table(result))
     if path := placed(args.json):
         _written(path, partial(results.save_json, result, summarise(result)))
-    wrong = [found for found in result.cells if not found.outcomes["call"].ok]
-    for found in wrong:
-        print(f"WRONG: {found.cell.name}: {found.outcomes['call'].reason}", file=sys.stderr)
+    wrong = [measured for measured in result.cells if not measured.outcomes["call"].ok]
+    for measured in wrong:
+        print(f"WRONG: {measured.cell.name}: {measured.outcomes['call'].reason}", file=sys.stderr)
     return FAULTS if wrong else OK
 
 
@@ -294,11 +284,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the subcommands of `bench` to its parser."""
     subparsers = parser.add_subparsers(dest="COMMAND", required=True)
 
-    def add_command(name: str, function: Callable[..., int], words: str) -> argparse.ArgumentParser:
+    def add_command(
+        name: str, function: Callable[..., int], words: str, about: str = ""
+    ) -> argparse.ArgumentParser:
         command = subparsers.add_parser(
             name,
             help=words,
-            description=inspect.cleandoc(function.__doc__ or ""),
+            description=inspect.cleandoc(about or function.__doc__ or ""),
             epilog=parser.epilog,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -309,7 +301,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     selection.add_what(run_parser)
     _add_how(run_parser)
 
-    model = add_command("model", run_model, "measure whole models")
+    model = add_command("model", run_cells, "measure whole models", _OF_MODELS)
     words = f"comma-separated: {', '.join(selection.WHOLE_MODELS)}, or all"
     model.add_argument("models", type=name_list, metavar="NAME", help=words)
     selection.add_passes(model)
@@ -328,7 +320,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     comparison.add_argument("after", type=Path, help="the file to compare with it")
     _add(comparison, "--metric", "the metric to compare", "time", choices=_COLUMNS)
     words = "exit with 1 if the complete interval of a row is worse by more than this"
-    _add(comparison, "--fail-slower P%", words, type=_share)
+    _add(comparison, "--fail-slower P%", words, type=share)
 
     recorder = add_command("record", record, "record the shapes that a program computes")
     _add(recorder, "--out FILE", "", "shapes.txt")
@@ -341,8 +333,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the subcommand."""
-    function: Callable[[argparse.Namespace], int] = args.bench_function
-    return function(args)
+    return args.bench_function(args)
 
 
 _OF_THREADS = "number of threads (default: torch's)"
@@ -379,7 +370,7 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
 
     words = "{processor} in a path is replaced by the folder of this machine, see `bench env`"
     out = parser.add_argument_group("output", words)
-    _add(out, "--out DIR", "write results.json after every cell, and at the end .md and .png")
+    _add(out, "--out DIR", "write results.json after every cell, and at the end results.md")
     _add(out, "--json FILE", "write raw samples and the environment")
     out.add_argument("--resume", action="store_true", help="continue the run in --out")
     words = f"columns of the table, comma-separated: {', '.join(summary.METRICS)}"
@@ -387,12 +378,9 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--quiet", action="store_true", help="print no progress, only the table")
 
 
-def _share(text: str) -> float:
-    """Parses 5% or 0.05 as 0.05."""
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share such as 5% or 0.05")
-    return share
+def share(text: str) -> float:
+    """argparse type, named in its errors: 5% or 0.05 is 0.05."""
+    fraction = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    if not 0 <= fraction < 1:
+        raise ValueError
+    return fraction

@@ -2,7 +2,7 @@
 
 The peak of a dtype is the highest rate that any code can reach on these cores, which the native
 core measures. Without it, and on a GPU, the peak is estimated from below by the rate of `torch.mm`
-or `torch.sum`, and marked as an estimate. The copy rate counts both reads and writes.
+or `torch.sum`, and marked as an estimate.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ KINDS = {
     "dot_bf16": ("bf16", "GFLOP/s"),
     "dot_f16": ("fp16", "GFLOP/s"),
     "read_bandwidth": ("reading memory", "GB/s"),
-    "copy_bandwidth": ("copying it", "GB/s"),
+    "copy_bandwidth": ("copying it", "GB/s"),  # in older results
 }
 KIND_OF_DTYPE = {"fp32": "fma_f32", "fp64": "fma_f64", "fp16": "dot_f16", "bf16": "dot_bf16"}
 # The units that can compute a dtype, 16-bit floats also in fp32; the fastest unit is its peak. If
@@ -146,7 +146,7 @@ _UNIT = {  # each unit in words, and the required feature
 }
 _MM_DTYPES = {"fma_f64": torch.float64, "dot_bf16": torch.bfloat16, "dot_f16": torch.float16}
 _MM_SIZE = 768
-_READ, _COPIED = 1 << 26, 1 << 25  # elements: 256 and 128 MB in fp32
+_READ = 1 << 26  # elements: 256 MB in fp32
 
 
 def measure_peak(
@@ -158,7 +158,7 @@ def measure_peak(
     use the cores. Only loops of arithmetic keep all threads busy; other measurements return 1.
     """
     core = native_core() if device == "cpu" else None
-    if core is None or kind == "copy_bandwidth":
+    if core is None:
         return _estimate(kind, seconds, device), 1.0
     info = core.build_info()
     # The machine's peak uses its best instruction set, even if another one is forced.
@@ -189,10 +189,7 @@ def _fastest(core: Any, kind: str, threads: int) -> tuple[str, str]:
 def _estimate(kind: str, seconds: float, device: str) -> Peak:
     call: Callable[[], object]
     ones = functools.partial(torch.ones, device=device)
-    if kind == "copy_bandwidth":
-        call = functools.partial(ones(_COPIED).copy_, ones(_COPIED))
-        work, method = 8 * _COPIED, "torch copy"
-    elif kind == "read_bandwidth":
+    if kind == "read_bandwidth":
         call, work, method = ones(_READ).sum, 4 * _READ, "torch.sum estimate"
     else:
         size = _MM_SIZE if device == "cpu" else 8 * _MM_SIZE

@@ -65,8 +65,7 @@ class Model(Module):
         values = {name: 0.0 for name in vars(kind.config_class()) if "drop" in name}
         for name, size in (field.split("=") for field in self.CONFIG.split()):
             values[name] = cell[size] if size.isalpha() else max(int(size), cell["L"])
-        model: nn.Module = kind(kind.config_class(**values), **self.BUILD)
-        return model
+        return kind(kind.config_class(**values), **self.BUILD)
 
     def others(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
         """The arguments of the model: random tokens, and which of them are not padding."""
@@ -75,12 +74,12 @@ class Model(Module):
             inputs["attention_mask"] = draw.valid(cell, cell["L"]).long()
         return inputs
 
-    def bind(self, cell: Cell, model: Any, given: Inputs) -> Forward:
+    def bind(self, cell: Cell, model: Any, arguments: Inputs) -> Forward:
         """The call that is timed. The rows of padding, which nothing reads, are 0."""
-        if "attention_mask" not in given:
-            return lambda: model(**given).last_hidden_state
-        kept = given.attention_mask[..., None]
-        return lambda: model(**given).last_hidden_state * kept
+        if "attention_mask" not in arguments:
+            return lambda: model(**arguments).last_hidden_state
+        kept = arguments.attention_mask[..., None]
+        return lambda: model(**arguments).last_hidden_state * kept
 
     def serving(self, attention: str) -> contextlib.AbstractContextManager[Any]:
         """The context of each call, in which the stopwatch measures attention."""
@@ -127,8 +126,8 @@ class Model(Module):
         return self._with(cell, x, "eager")
 
     def _with(self, cell: Cell, x: Inputs, attention: str) -> Forward:
-        model, given = self.with_arguments(cell, x)
-        call = self.bind(cell, model, given)
+        model, arguments = self.with_arguments(cell, x)
+        call = self.bind(cell, model, arguments)
         if attention == "fastattn":
             fastattn.accelerate(model)
         elif attention == "eager" and hasattr(model, "set_attn_implementation"):
@@ -143,8 +142,8 @@ class Model(Module):
     def with_arguments(self, cell: Cell, x: Inputs) -> tuple[Any, Inputs]:
         """The model with its parameters, and its arguments."""
         own = self.parameters(cell)
-        given = {name: t for name, t in x.items() if name not in own and name != "grad_out"}
-        return self.loaded(self.make, cell, x), Inputs(given)
+        arguments = {name: t for name, t in x.items() if name not in own and name != "grad_out"}
+        return self.loaded(self.make, cell, x), Inputs(arguments)
 
     # The reference
 
@@ -269,14 +268,14 @@ class _LlamaDecode(Model):
         token = draw.integers(0, cell["V"], cell["B"], 1)
         return {"input_ids": token, "keys": draw.normal(*shape), "values": draw.normal(*shape)}
 
-    def bind(self, cell: Cell, model: Any, given: Inputs) -> Forward:
+    def bind(self, cell: Cell, model: Any, arguments: Inputs) -> Forward:
         """The cache grows by one token, as in `generate`, and is cropped again."""
         cache = import_module("transformers").DynamicCache()
         for layer in range(cell["N"]):
-            cache.update(given["keys"][:, layer], given["values"][:, layer], layer)
+            cache.update(arguments["keys"][:, layer], arguments["values"][:, layer], layer)
 
         def call() -> Tensor:
-            scores: Tensor = model(given["input_ids"], past_key_values=cache).logits
+            scores: Tensor = model(arguments["input_ids"], past_key_values=cache).logits
             cache.crop(-1)
             return scores
 
@@ -329,12 +328,12 @@ class _TabPFN(Model):
         new = draw.normal(cell["S"], cell["B"], cell["C"])
         return {"known": known, "new": new, "classes": draw.integers(0, 10, cell["L"], cell["B"])}
 
-    def bind(self, cell: Cell, model: Any, given: Inputs) -> Forward:
+    def bind(self, cell: Cell, model: Any, arguments: Inputs) -> Forward:
         """The reference computes one column at a time, because all scores may not fit."""
-        rows = torch.cat((given["known"], given["new"]))
+        rows = torch.cat((arguments["known"], arguments["new"]))
         chunks = _base.value_of(f"B * {_COLUMNS}", cell) if rows.dtype == torch.float64 else None
         options = import_module("tabpfn.architectures.interface").PerformanceOptions(chunks)
-        classes = given["classes"].to(rows.dtype)
+        classes = arguments["classes"].to(rows.dtype)
         return lambda: model(rows, classes, performance_options=options)
 
     def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[Part]:

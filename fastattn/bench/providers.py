@@ -94,12 +94,27 @@ class Provider:
         return {name: str(getattr(of, "__version__", "of no version")) for name, of in modules}
 
 
-class Torch(Provider):
+class Stock(Provider):
+    """PyTorch's functions and modules, as a call of the operator."""
+
+    variant = ""  # what follows the @ in its name
+
+    def why_not(self, cell: Cell) -> list[str]:
+        return ops.get(cell.op).why_not_stock(cell)
+
+    def prepare(self, cell: Cell, inputs: ops.Inputs) -> Callable[[], Outputs]:
+        return run_passes(cell, self.forward(cell, inputs), inputs)
+
+    def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
+        """The forward pass that is timed."""
+        return ops.get(cell.op).stock(cell, inputs)
+
+
+class Torch(Stock):
     """The best that PyTorch has: its fused attention, its module, or the plain equation."""
 
     ABOUT = "PyTorch: F.scaled_dot_product_attention, nn.MultiheadAttention, else the equation"
-    VARIANTS: Sequence[str] = ("math", "flash", "efficient", "cudnn")  # kernels of its attention
-    variant = ""
+    VARIANTS = ("math", "flash", "efficient", "cudnn")  # kernels of its attention
 
     def select(self, variant: str) -> None:
         self.variant, suffix = variant, "" if variant == "math" else "_ATTENTION"
@@ -111,19 +126,11 @@ class Torch(Provider):
             return ["it does not call scaled_dot_product_attention"]
         if self.variant in ("efficient", "cudnn") and cell.device == "cpu":
             return [f"PyTorch has its {self.variant} kernel on GPUs only"]
-        return ops.get(cell.op).why_not_stock(cell)
-
-    def prepare(self, cell: Cell, inputs: ops.Inputs) -> Callable[[], Outputs]:
-        return run_passes(cell, self.forward(cell, inputs), inputs)
-
-    def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
-        """The forward pass that is timed."""
-        return ops.get(cell.op).stock(cell, inputs)
+        return super().why_not(cell)
 
 
-class Eager(Torch):
+class Eager(Stock):
     ABOUT = "PyTorch, the plain equation: softmax(Q Kᵀ) V with the scores in memory"
-    VARIANTS = ()
 
     def why_not(self, cell: Cell) -> list[str]:
         return []
@@ -132,19 +139,17 @@ class Eager(Torch):
         return ops.get(cell.op).eager(cell, inputs)
 
 
-class Compiled(Torch):
+class Compiled(Stock):
     ABOUT = "PyTorch: what the provider torch runs, under torch.compile; models with frozen weights"
-    VARIANTS = ()
 
     def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
         torch.compiler.reset()  # earlier cells would count against the limit of recompilations
         if cell.op in ops.MODELS:
             op: Any = ops.get(cell.op)
-            model, given = op.with_arguments(cell, inputs)
+            model, arguments = op.with_arguments(cell, inputs)
             options: Any = {"freezing": cell.passes == "fwd"}
             compiled = torch.compile(model, dynamic=False, options=options)
-            forward: ops.Forward = op.bind(cell, compiled, given)
-            return forward
+            return op.bind(cell, compiled, arguments)
         return torch.compile(super().forward(cell, inputs), dynamic=False)
 
 
@@ -160,11 +165,10 @@ _FORWARD_IN_FP32 = _PLAIN | {
 }
 
 
-class Flex(Torch):
+class Flex(Stock):
     """FlexAttention; each cell gets its own graph, compiled for its exact sizes."""
 
     ABOUT = "PyTorch: FlexAttention, torch.compile (on CPUs only the forward)"
-    VARIANTS = ()
 
     def why_not(self, cell: Cell) -> list[str]:
         if cell.op not in ("sdpa", "flex"):
@@ -199,7 +203,7 @@ class Flex(Torch):
         return lambda: attend(*leaves, **options)
 
 
-class Fastattn(Torch):
+class Fastattn(Stock):
     """This library with one backend forced, so that no call falls back silently.
 
     No backend is forced where evidence prefers PyTorch's own kernel, as for users.
@@ -232,10 +236,8 @@ class Fastattn(Torch):
         return self.variant or PRIORITY[cell.device][0]
 
 
-class Functions(Torch):
+class Functions(Stock):
     """A module with functions and modules of the names and arguments of this library."""
-
-    VARIANTS = ()
 
     def __init__(self, module: Any) -> None:
         self.module, self.PACKAGES = module, [module.__name__.partition(".")[0]]
@@ -266,16 +268,16 @@ class Runtime(Provider):
 
     def prepare(self, cell: Cell, inputs: ops.Inputs) -> Callable[[], list[Any]]:
         if cell.op == "sdpa":
-            given = {name: inputs[name] for name in _NAMES if name in inputs}
-            return self.call_of(self.attention(cell, given), given)
+            arguments = {name: inputs[name] for name in _NAMES if name in inputs}
+            return self.call_of(self.attention(cell, arguments), arguments)
         op: Any = ops.get(cell.op)
-        model, given = op.with_arguments(cell, inputs)
+        model, arguments = op.with_arguments(cell, inputs)
         with tempfile.TemporaryDirectory() as folder:
             path = str(Path(folder, "model.onnx"))
-            options: dict[str, Any] = {"input_names": list(given), "external_data": True}
+            options: dict[str, Any] = {"input_names": list(arguments), "external_data": True}
             call = _Call(cell, model).eval()
-            torch.onnx.export(call, (), path, kwargs=dict(given), verbose=False, **options)
-            return self.call_of(path, given)
+            torch.onnx.export(call, (), path, kwargs=dict(arguments), verbose=False, **options)
+            return self.call_of(path, arguments)
 
     def attention(self, cell: Cell, inputs: dict[str, Tensor]) -> Any:
         """A model of one operator; it may change the inputs to what the operator takes."""
@@ -293,10 +295,9 @@ class _Call(nn.Module):
         super().__init__()
         self.cell, self.model = cell, model
 
-    def forward(self, **given: Tensor) -> Tensor:
+    def forward(self, **arguments: Tensor) -> Tensor:
         op: Any = ops.get(self.cell.op)
-        out: Tensor = op.bind(self.cell, self.model, ops.Inputs(given))()
-        return out
+        return op.bind(self.cell, self.model, ops.Inputs(arguments))()
 
 
 class OnnxRuntime(Runtime):
@@ -314,10 +315,10 @@ class OnnxRuntime(Runtime):
             shape = (*mask.shape[:-2], cell["Lq"], cell["Lk"])
             inputs["attn_mask"] = mask.expand(shape).contiguous()
         kinds = {torch.float32: "float", torch.bool: "bool"}
-        given = ", ".join(f"{kinds[x.dtype]}{list(x.shape)} {name}" for name, x in inputs.items())
+        typed = ", ".join(f"{kinds[x.dtype]}{list(x.shape)} {name}" for name, x in inputs.items())
         node = f"Attention <is_causal={int(cell.mask == 'causal')}> ({', '.join(inputs)})"
         head = '<ir_version: 11, opset_import: ["": 23]>'
-        model = parse_model(f"{head} attention ({given}) => (float[] out) {{ out = {node} }}")
+        model = parse_model(f"{head} attention ({typed}) => (float[] out) {{ out = {node} }}")
         return model.SerializeToString()
 
     def call_of(self, model: Any, inputs: dict[str, Tensor]) -> Callable[[], list[Any]]:
@@ -340,9 +341,9 @@ class OpenVino(Runtime):
         from openvino import opset13
 
         kinds = {torch.float32: openvino.Type.f32, torch.bool: openvino.Type.boolean}
-        given = [opset13.parameter([*x.shape], kinds[x.dtype], name=n) for n, x in inputs.items()]
-        node = opset13.scaled_dot_product_attention(*given, causal=cell.mask == "causal")
-        return openvino.Model([node], given)
+        nodes = [opset13.parameter([*x.shape], kinds[x.dtype], name=n) for n, x in inputs.items()]
+        node = opset13.scaled_dot_product_attention(*nodes, causal=cell.mask == "causal")
+        return openvino.Model([node], nodes)
 
     def call_of(self, model: Any, inputs: dict[str, Tensor]) -> Callable[[], list[Any]]:
         import openvino

@@ -210,20 +210,20 @@ def _module(*args: Any, **kwargs: Any) -> list[str]:
     """A call of nn.MultiheadAttention: tensors are [L, B, E], and True in a mask is ignored."""
     call = _SIGNATURE.bind(*args, **kwargs)
     call.apply_defaults()
-    given = call.arguments
-    query, key, mask = given["query"], given["key"], given["attn_mask"]
-    weights = "average" if given["average_attn_weights"] else "per-head"
-    weights = weights if given["need_weights"] else "none"
+    arguments = call.arguments
+    query, key, mask = arguments["query"], arguments["key"], arguments["attn_mask"]
+    weights = "average" if arguments["average_attn_weights"] else "per-head"
+    weights = weights if arguments["need_weights"] else "none"
     mask = ~mask if mask is not None and mask.dtype == torch.bool else mask
-    is_padded = given["key_padding_mask"] is not None
-    kind = "padding" if is_padded else _mask_kind(mask, given["is_causal"])
-    batch, heads = query.shape[1] if query.dim() == 3 else 1, given["num_heads"]
+    is_padded = arguments["key_padding_mask"] is not None
+    kind = "padding" if is_padded else _mask_kind(mask, arguments["is_causal"])
+    batch, heads = query.shape[1] if query.dim() == 3 else 1, arguments["num_heads"]
     op, sizes = "mha", {"B": batch, "L": len(query), "E": query.shape[-1], "H": heads}
-    if not query.shape == key.shape == given["value"].shape:  # cross-attention: no projections
+    if not query.shape == key.shape == arguments["value"].shape:  # cross-attention: no projections
         width = query.shape[-1] // heads
         op, sizes = "sdpa", {"B": batch, "H": heads, "Hkv": heads, "Lq": len(query)}
         sizes |= {"Lk": key.shape[0], "D": width, "Dv": width}
-    tensors = [x for x in given.values() if isinstance(x, Tensor)]
+    tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
     return _line(op, sizes, tensors, mask=kind, weights=weights)
 
 

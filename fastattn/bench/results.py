@@ -117,15 +117,15 @@ class Result:
 
 def differences(before: Result, after: Result) -> list[str]:
     """The conditions that differ, in words."""
-    found = []
+    words = []
     for where, names in (
         ("environment", ("cpu", "isa", "torch", "fastattn", "commit", "python")),
         ("settings", ("threads", "seed", "baseline")),
     ):
         old, new = getattr(before, where), getattr(after, where)
         changed = (name for name in names if old.get(name) != new.get(name))
-        found += [f"{name}: {old.get(name)} and {new.get(name)}" for name in changed]
-    return found
+        words += [f"{name}: {old.get(name)} and {new.get(name)}" for name in changed]
+    return words
 
 
 def save_json(result: Result, rows: Iterable[dict[str, Any]], path: Path) -> None:
@@ -176,9 +176,9 @@ def _known(kind: type, data: dict[str, Any]) -> dict[str, Any]:
 def _cell(cell: Any, outcomes: Any, rounds: Any, **counts: int) -> CellResult:
     # In a result from before a size was added, the size has its default.
     cell["sizes"] = with_defaults(cell["sizes"], ops.get(cell["op"]).SIZES)
-    found = {name: Outcome(**outcome) for name, outcome in outcomes.items()}
+    by_provider = {name: Outcome(**outcome) for name, outcome in outcomes.items()}
     turns = [Round(**_known(Round, turn)) for turn in rounds]
-    return CellResult(Cell(**_known(Cell, cell)), outcomes=found, rounds=turns, **counts)
+    return CellResult(Cell(**_known(Cell, cell)), outcomes=by_provider, rounds=turns, **counts)
 
 
 # Statistics

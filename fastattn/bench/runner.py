@@ -80,8 +80,8 @@ class Oracle:
         sampled = self.op.selected(self.cell, judged, self.parts)
         like = {name: name.removeprefix("grad_") for name in sampled}
         dtypes = {n: self.inputs.get(x, self.inputs.grad_out).dtype for n, x in like.items()}
-        found = deviations(sampled, self.reference, self.noise, dtypes=dtypes)
-        worst = max(found, key=lambda deviation: deviation.ratio)
+        measured = deviations(sampled, self.reference, self.noise, dtypes=dtypes)
+        worst = max(measured, key=lambda deviation: deviation.ratio)
         want = self.reference[worst.name]
         largest = float(want.abs().max()) if want.numel() else 1.0
         status, reason = ("ok", "") if worst.ok else ("WRONG", str(worst))
@@ -91,7 +91,7 @@ class Oracle:
 class Runner:
     """One run. `run()` returns its measurements even after crashes, hangs and Ctrl-C.
 
-    `earlier` is the result that this run continues; `measured` is called after each cell, with the
+    `earlier` is the result that this run continues; `report` is called after each cell, with the
     result so far.
     """
 
@@ -99,9 +99,9 @@ class Runner:
         self,
         settings: Settings,
         earlier: Result | None = None,
-        measured: Callable[[Result, CellResult], None] = lambda result, cell: None,
+        report: Callable[[Result, CellResult], None] = lambda result, cell: None,
     ) -> None:
-        self.settings, self.measured = settings, measured
+        self.settings, self.report = settings, report
         self.result = settings.new_result()
         earlier, names = earlier or self.result, {cell.name for cell in settings.cells}
         self.cells = {c.cell.name: c for c in earlier.cells if c.cell.name in names}
@@ -168,7 +168,7 @@ class Runner:
 
     def _measure_peaks(self) -> None:
         kinds = dict.fromkeys(KIND_OF_DTYPE[cell.dtype] for cell in self.settings.cells)
-        for kind in (*kinds, "read_bandwidth", "copy_bandwidth"):
+        for kind in (*kinds, "read_bandwidth"):
             rate, _ = self._peak(kind, PEAK_SECONDS)
             self.result.peaks[kind].samples.append(rate)
 
@@ -176,103 +176,104 @@ class Runner:
         """The current peak, and the share of the cores that its measurement received."""
         threads, device = self.settings.threads, self.settings.cells[0].device
         request = {"kind": kind, "threads": threads, "seconds": seconds, "device": device}
-        found, share = self.workers[""].ask(START_SECONDS, "peak", **request)
-        best = self.result.peaks.setdefault(kind, found)
-        best.rate = max(best.rate, found.rate)
-        return found.rate, share
+        peak, share = self.workers[""].ask(START_SECONDS, "peak", **request)
+        best = self.result.peaks.setdefault(kind, peak)
+        best.rate = max(best.rate, peak.rate)
+        return peak.rate, share
 
     # One cell
 
     def _measure(self, cell: Cell, seconds: float) -> None:
         """Measures a cell for about `seconds`; Ctrl-C keeps the cell if it has a round."""
         end = time.monotonic() + seconds
-        found = self.cells[cell.name] = CellResult(cell, 0, bytes_touched(cell))
+        measured = self.cells[cell.name] = CellResult(cell, 0, bytes_touched(cell))
         self.result.cells = [*self.cells.values()]
         try:
             for name in self.settings.providers:
-                found.outcomes[name] = Outcome()
-                found.outcomes[name] = self._outcome(name, found, seconds)
-            self._check(found)
-            self._rounds(found, end)
+                measured.outcomes[name] = Outcome()
+                measured.outcomes[name] = self._outcome(name, measured, seconds)
+            self._check(measured)
+            self._rounds(measured, end)
         except KeyboardInterrupt:
-            if not found.rounds:
+            if not measured.rounds:
                 del self.cells[cell.name]
             raise
-        self.measured(self.result, found)
+        self.report(self.result, measured)
 
-    def _outcome(self, name: str, found: CellResult, seconds: float) -> Outcome:
+    def _outcome(self, name: str, measured: CellResult, seconds: float) -> Outcome:
         """The outcome of a provider; its status is not ok if the provider is not measured."""
         if seconds <= 0:
             return Outcome("SKIPPED", "the time budget was used up")
-        if missing := ops.get(found.cell.op).missing():
+        if missing := ops.get(measured.cell.op).missing():
             return Outcome("UNAVAILABLE", missing)
         if name not in self.workers:
             provider = self.result.providers[name]
             return Outcome(provider["status"], provider["reason"])
-        reasons = self._ask(name, found, "why_not", cell=found.cell)
-        return Outcome("UNAVAILABLE", "; ".join(reasons)) if reasons else found.outcomes[name]
+        reasons = self._ask(name, measured, "why_not", cell=measured.cell)
+        return Outcome("UNAVAILABLE", "; ".join(reasons)) if reasons else measured.outcomes[name]
 
-    def _ask(self, name: str, found: CellResult, do: str, **request: Any) -> Any:
+    def _ask(self, name: str, measured: CellResult, do: str, **request: Any) -> Any:
         """The reply of a provider; None after a failure. After a crash it gets a new process."""
         try:
             return self.workers[name].ask(self.settings.timeout, do, **request)
         except ProviderError as error:
-            found.outcomes[name] = Outcome(error.status, error.reason)
+            measured.outcomes[name] = Outcome(error.status, error.reason)
             if error.status != "ERROR":
                 self._start(name)
                 self._open(name)
             return None
 
-    def _check(self, found: CellResult) -> None:
+    def _check(self, measured: CellResult) -> None:
         """Prepares the providers, and compares the first result of each with fp64."""
-        ready, seed = found.ready(), self.settings.seed
+        ready, seed = measured.ready(), self.settings.seed
         if not ready:
             return
         try:
-            found.flops = flops(found.cell, seed)
-            oracle = Oracle(found.cell, seed)
+            measured.flops = flops(measured.cell, seed)
+            oracle = Oracle(measured.cell, seed)
         except (RuntimeError, MemoryError) as error:  # such as too little memory
             first_line = (str(error) or type(error).__name__).splitlines()[0]
             reason = f"the fp64 reference cannot be computed: {first_line}"
-            found.outcomes |= {name: Outcome("ERROR", reason) for name in ready}
+            measured.outcomes |= {name: Outcome("ERROR", reason) for name in ready}
             return
         request = {"seed": seed, "sample": SAMPLE_SECONDS}
         for name in ready:
-            reply = self._ask(name, found, "prepare", cell=found.cell, **request)
+            reply = self._ask(name, measured, "prepare", cell=measured.cell, **request)
             if reply is not None:
                 outcome = oracle.check(torch.load(io.BytesIO(reply["outputs"])))
                 outcome.peak_bytes, outcome.inner = reply["peak_bytes"], reply["inner"]
-                found.outcomes[name] = outcome
+                measured.outcomes[name] = outcome
 
-    def _rounds(self, found: CellResult, end: float) -> None:
-        if not found.ready():
+    def _rounds(self, measured: CellResult, end: float) -> None:
+        if not measured.ready():
             return
-        kind, (seconds, longest) = KIND_OF_DTYPE[found.cell.dtype], GUARD_SECONDS
+        kind, (seconds, longest) = KIND_OF_DTYPE[measured.cell.dtype], GUARD_SECONDS
         before, enough = self._peak(kind, seconds), min(ENOUGH, self.settings.rounds)
         # Further rounds replace disturbed ones while there is time.
         for number in range(4 * self.settings.rounds):
-            ready, now = found.ready(), time.monotonic()
+            ready, now = measured.ready(), time.monotonic()
             least = enough if now < self.deadline else MIN_KEPT
             if not ready or (number >= least and now > end):
                 return
             turn = Round((0.0, 0.0), {})
             for name in self.random.sample(ready, len(ready)):
-                for what, x in (self._ask(name, found, "time") or {}).items():
+                for what, x in (self._ask(name, measured, "time") or {}).items():
                     getattr(turn, what)[name] = x
             lasted = (time.monotonic() - now) / len(ready)
             seconds = max(GUARD_SECONDS[0], min(lasted, longest))
             after = self._peak(kind, seconds)
             turn.guard, turn.share = (before[0], after[0]), min(before[1], after[1])
-            if is_from_memory(self.result, found):
+            if is_from_memory(self.result, measured):
                 turn.read, _ = self._peak("read_bandwidth", seconds)
-            found.rounds.append(turn)
+            measured.rounds.append(turn)
             before = after
-            if _has_rounds(found, self.settings.rounds, self.result.cells):
+            if _has_rounds(measured, self.settings.rounds, self.result.cells):
                 return
 
 
-def _has_rounds(found: CellResult, count: int, cells: list[CellResult]) -> bool:
+def _has_rounds(measured: CellResult, count: int, cells: list[CellResult]) -> bool:
     """Whether `count` rounds of a cell of this run are comparable, and the cell is not busy."""
-    comparable = results.comparable_rounds(found.rounds, found.ready(), results.usual_states(cells))
-    quiet = results.quiet_rounds(found.rounds)
+    usual = results.usual_states(cells)
+    comparable = results.comparable_rounds(measured.rounds, measured.ready(), usual)
+    quiet = results.quiet_rounds(measured.rounds)
     return len(comparable) >= count and len(quiet) >= min(count, MIN_KEPT)

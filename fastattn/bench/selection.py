@@ -129,32 +129,32 @@ def _values(key: str, text: str, default: int | str | None) -> list[int]:
 
 
 def _complete(
-    given: dict[str, int], references: Mapping[str, str], defaults: Defaults
+    sizes: dict[str, int], references: Mapping[str, str], defaults: Defaults
 ) -> dict[str, int]:
     """Resolves references and aliases, and adds the defaults."""
     for key, other in references.items():
-        if other not in given:
+        if other not in sizes:
             raise ValueError(f"--shapes: {key}={other}, but {other} is not given as a number")
-        given[key] = given[other]
-    if "L" in given and "L" not in defaults:
-        if "Lq" in given or "Lk" in given:
+        sizes[key] = sizes[other]
+    if "L" in sizes and "L" not in defaults:
+        if "Lq" in sizes or "Lk" in sizes:
             raise ValueError("--shapes: give either L or Lq and Lk")
-        given["Lq"] = given["Lk"] = given.pop("L")
-    elif "Lk" in given and defaults["Lk"] == "Lq":
-        given.setdefault("Lq", given["Lk"])
+        sizes["Lq"] = sizes["Lk"] = sizes.pop("L")
+    elif "Lk" in sizes and defaults["Lk"] == "Lq":
+        sizes.setdefault("Lq", sizes["Lk"])
     if "H" in defaults:  # E = H·D
-        heads = given.get("H", int(defaults["H"]))
-        if "E" in given and "D" in given and given["D"] * heads != given["E"]:
+        heads = sizes.get("H", int(defaults["H"]))
+        if "E" in sizes and "D" in sizes and sizes["D"] * heads != sizes["E"]:
             raise ValueError(
-                f"--shapes: E={given['E']} is not H·D = {heads}·{given['D']}; give either E or D"
+                f"--shapes: E={sizes['E']} is not H·D = {heads}·{sizes['D']}; give either E or D"
             )
-        if "D" in defaults and (embed := given.pop("E", None)) is not None:
+        if "D" in defaults and (embed := sizes.pop("E", None)) is not None:
             if embed % heads:
                 raise ValueError(f"--shapes: E={embed} is not a multiple of H={heads}")
-            given["D"] = embed // heads
-        if "E" in defaults and (width := given.pop("D", None)) is not None:
-            given["E"] = heads * width
-    return with_defaults(given, defaults)
+            sizes["D"] = embed // heads
+        if "E" in defaults and (width := sizes.pop("D", None)) is not None:
+            sizes["E"] = heads * width
+    return with_defaults(sizes, defaults)
 
 
 # Presets and arguments
@@ -223,65 +223,65 @@ def add_passes(what: argparse._ActionsContainer) -> None:
 def cells_of(args: argparse.Namespace, dtypes: Sequence[str] = DTYPES) -> list[Cell]:
     """The cells that the arguments select. Raises ValueError, which names the wrong argument."""
     check_names("--pass", args.passes, PASSES)
-    given = {"dtype": spelling.dtypes(args.dtype, dtypes), "pass": args.passes}
+    flags = {"dtype": spelling.dtypes(args.dtype, dtypes), "pass": args.passes}
     if args.models:
         check_names("model", args.models, [*WHOLE_MODELS, "all"])
         chosen = "models" if "all" in args.models else ",".join(args.models)
-        if not (cells := preset_cells(chosen, given)):
+        if not (cells := preset_cells(chosen, flags)):
             models = ", ".join(args.models)
             raise ValueError(f"--pass {','.join(args.passes)}: {models} has no such pass")
         return cells
-    given |= {key: [vars(args)[key]] for key in ("mask", "weights", "option") if vars(args)[key]}
-    wanted = [ops.resolve(name) for name in args.op]
+    flags |= {key: [vars(args)[key]] for key in ("mask", "weights", "option") if vars(args)[key]}
+    only = [ops.resolve(name) for name in args.op]
     if args.shapes and args.preset:
         raise ValueError("give either --shapes or --preset")
     if args.shapes:
         lines: list[Line] = []
         for text in args.shapes:
             lines += read_lines(Path(text[1:])) if text.startswith("@") else [parse_line(text)]
-        return [cell for line in lines for cell in cells_in(line, given, wanted)]
-    preset = args.preset or ("all" if wanted else "quick")
+        return [cell for line in lines for cell in cells_in(line, flags, only)]
+    preset = args.preset or ("all" if only else "quick")
     check_names("--preset", preset.split(","), [*PRESETS, "all"])
-    cells = [cell for cell in preset_cells(preset, given) if not wanted or cell.op in wanted]
+    cells = [cell for cell in preset_cells(preset, flags) if not only or cell.op in only]
     if not cells:
         raise ValueError(f"--preset {preset} has no cell of --op {','.join(args.op)}")
     return cells
 
 
-def check_names(flag: str, given: Sequence[str], allowed: Collection[str]) -> None:
-    for name in given:
+def check_names(flag: str, names: Sequence[str], allowed: Collection[str]) -> None:
+    for name in names:
         if name not in allowed:
             raise ValueError(f"{flag} {name!r}: allowed are {', '.join(allowed)}")
 
 
-# Lists that replace the lists of a line, by the keys in `shapes.LISTS`.
+# The lists of flags, which replace the lists of a line, by the keys in LISTS.
 Lists = Mapping[str, Sequence[str]]
 _NONE: Lists = {}
 
 
-def preset_cells(name: str, given: Lists = _NONE) -> list[Cell]:
+def preset_cells(name: str, flags: Lists = _NONE) -> list[Cell]:
     """The cells of presets and whole models, such as "a,b" or "all"."""
     cells: list[Cell] = []
     for preset in ALL if name == "all" else name.split(","):
         lines = _SECTIONS[preset].lines
-        found = [cell for line in lines for cell in cells_in(line, given, preset=preset)]
+        group = [cell for line in lines for cell in cells_in(line, flags, preset=preset)]
         if preset in COMMON_FIRST:
-            found.sort(key=lambda c: (c.label in RARER, DTYPES.index(c.dtype), c.passes != "fwd"))
-        cells += found
+            group.sort(key=lambda c: (c.label in RARER, DTYPES.index(c.dtype), c.passes != "fwd"))
+        cells += group
     return cells
 
 
-def cells_in(line: Line, given: Lists, wanted: Sequence[str] = (), preset: str = "") -> list[Cell]:
+def cells_in(line: Line, flags: Lists, only: Sequence[str] = (), preset: str = "") -> list[Cell]:
     """Every combination of a line, without passes that the operator lacks."""
     usual: Lists = {"dtype": ["fp32"], "pass": ["fwd"]}
     if preset:
         usual = {"dtype": ["fp32", "bf16"], "pass": ["fwd", "fwd+bwd"]}
     own = line.lists | {"dtype": spelling.dtypes(line.lists.get("dtype", ()), DTYPES, "dtype=")}
     check_names("pass=", own.get("pass", ()), PASSES)
-    lists = {key: given.get(key) or own.get(key) or usual.get(key, ["none"]) for key in LISTS}
+    lists = {key: flags.get(key) or own.get(key) or usual.get(key, ["none"]) for key in LISTS}
     cells = []
-    for op in [ops.resolve(line.op)] if line.op else wanted or ["sdpa"]:
-        if wanted and op not in wanted:
+    for op in [ops.resolve(line.op)] if line.op else only or ["sdpa"]:
+        if only and op not in only:
             continue
         operator = ops.get(op)
         passes = [name for name in lists["pass"] if name in operator.PASSES]

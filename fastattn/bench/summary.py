@@ -41,55 +41,56 @@ def summarise(result: Result) -> list[Row]:
     return [row for cell in result.cells for row in rows_of(result, cell, usual)]
 
 
-def rows_of(result: Result, found: CellResult, usual: Mapping[str, results.Usual]) -> list[Row]:
+def rows_of(result: Result, measured: CellResult, usual: Mapping[str, results.Usual]) -> list[Row]:
     """The rows of one cell."""
-    cell, baseline, rows = found.cell, result.settings["baseline"], []
-    for provider, outcome in found.outcomes.items():
+    cell, baseline, rows = measured.cell, result.settings["baseline"], []
+    for provider, outcome in measured.outcomes.items():
         row = {name: getattr(cell, name, getattr(outcome, name, None)) for name in _COLUMNS}
         peak_mb = None if outcome.peak_bytes is None else outcome.peak_bytes / 1e6
         row |= {"pass": cell.passes, "provider": provider, "peak_mb": peak_mb}
         # With too few undisturbed rounds all of them count, and the row is marked as busy.
-        timed = [turn for turn in found.rounds if provider in turn.ms]
-        kept = [turn for turn in results.quiet_rounds(found.rounds) if provider in turn.ms]
+        timed = [turn for turn in measured.rounds if provider in turn.ms]
+        kept = [turn for turn in results.quiet_rounds(measured.rounds) if provider in turn.ms]
         busy = len(kept) < results.MIN_KEPT
         used = timed if busy else kept
         if outcome.ok and used:
             row |= {"rounds": len(used), "discarded": len(timed) - len(used), "busy": busy}
-            row |= {"baseline": baseline, **_metrics(result, found, used, provider)}
+            row |= {"baseline": baseline, **_metrics(result, measured, used, provider)}
             if provider != baseline:
-                row |= results.speedup(found.rounds, baseline, provider, usual) or {}
+                row |= results.speedup(measured.rounds, baseline, provider, usual) or {}
         rows.append(row)
     return rows
 
 
-def _metrics(result: Result, found: CellResult, rounds: list[Round], provider: str) -> Row:
+def _metrics(result: Result, measured: CellResult, rounds: list[Round], provider: str) -> Row:
     samples = [turn.ms[provider] for turn in rounds]
     ms, (low, high) = results.median(samples), results.median_interval(samples)
     metrics: Row = {
         "ms": ms,
         "ms_low": low,
         "ms_high": high,
-        "gflops": found.flops / ms / 1e6,
+        "gflops": measured.flops / ms / 1e6,
         "ms_q1": results.quantile(samples, 0.25),
         "ms_q3": results.quantile(samples, 0.75),
-        "gbs": found.bytes_touched / ms / 1e6,
+        "gbs": measured.bytes_touched / ms / 1e6,
     }
     # Other machines of a host share its memory, so the bandwidth varies within a run. Files without
     # measurements beside the rounds have the best of the run.
     bandwidth = result.peaks.get("read_bandwidth")
     read = [turn.read or (bandwidth.rate if bandwidth else 0.0) for turn in rounds]
-    if is_from_memory(result, found) and min(read) > 0:
-        shares = [found.bytes_touched / x / 1e4 / of for x, of in zip(samples, read, strict=True)]
+    if is_from_memory(result, measured) and min(read) > 0:
+        size = measured.bytes_touched / 1e4
+        shares = [size / x / of for x, of in zip(samples, read, strict=True)]
         metrics["percent_of_bandwidth"] = results.median(shares)
-    if KIND_OF_DTYPE[found.cell.dtype] in result.peaks:
+    if KIND_OF_DTYPE[measured.cell.dtype] in result.peaks:
         peaks = [turn.peak for turn in rounds]
-        percents = [found.flops / x / 1e4 / peak for x, peak in zip(samples, peaks, strict=True)]
+        percents = [measured.flops / x / 1e4 / peak for x, peak in zip(samples, peaks, strict=True)]
         low, high = results.median_interval(percents)
         metrics["peak_gflops"] = results.median(peaks)
         metrics["percent_of_peak"] = results.median(percents)
         metrics["percent_low"], metrics["percent_high"] = low, high
-        metrics["impossible"] = low > _highest_percent(result, found)
-    if (items := ops.get(found.cell.op).items(found.cell)) is not None:
+        metrics["impossible"] = low > _highest_percent(result, measured)
+    if (items := ops.get(measured.cell.op).items(measured.cell)) is not None:
         metrics["items_per_second"], metrics["item"] = items[0] / ms * 1e3, items[1]
     # For a whole model: the share of attention, and the speed-up if it took no time (Amdahl 1967).
     if attention := [turn.attention[provider] for turn in rounds if provider in turn.attention]:
@@ -98,14 +99,14 @@ def _metrics(result: Result, found: CellResult, rounds: list[Round], provider: s
     return metrics
 
 
-def is_from_memory(result: Result, found: CellResult) -> bool:
+def is_from_memory(result: Result, measured: CellResult) -> bool:
     """Whether data is read from memory, because it is much larger than the caches."""
-    return found.bytes_touched > _BEYOND_CACHES * result.environment["last_cache"]
+    return measured.bytes_touched > _BEYOND_CACHES * result.environment["last_cache"]
 
 
-def _highest_percent(result: Result, found: CellResult) -> float:
+def _highest_percent(result: Result, measured: CellResult) -> float:
     """The highest share of the measured peak that a correct measurement can reach."""
-    dtype, flags = found.cell.dtype, set(result.environment["cpu_flags"])
+    dtype, flags = measured.cell.dtype, set(result.environment["cpu_flags"])
     is_measured = result.peaks[KIND_OF_DTYPE[dtype]].method == "measured"
     if not is_measured or flags & _FASTER_UNITS.get(dtype, set()):
         return float("inf")
@@ -148,11 +149,11 @@ def default_metrics(cells: Sequence[Cell]) -> Sequence[str]:
     return STEP_METRICS if all(ops.get(cell.op).items(cell) for cell in cells) else DEFAULT_METRICS
 
 
-def progress(result: Result, found: CellResult, total: int) -> str:
+def progress(result: Result, measured: CellResult, total: int) -> str:
     """A line about the cell that was measured last."""
-    rows = rows_of(result, found, results.usual_states(result.cells))
+    rows = rows_of(result, measured, results.usual_states(result.cells))
     outcomes = "; ".join(f"{row['provider']} {_short(row)}" for row in rows)
-    return f"[{len(result.cells)}/{total}] {found.cell.name}: {outcomes}"
+    return f"[{len(result.cells)}/{total}] {measured.cell.name}: {outcomes}"
 
 
 def _short(row: Row) -> str:
@@ -201,7 +202,7 @@ def _texts(row: Row) -> dict[str, str]:
 def lines(rows: Sequence[Row], metrics: Sequence[str] = DEFAULT_METRICS) -> list[list[str]]:
     """The headings and the rows. A cell is named once: its model, if any, above its shape."""
     columns = [column for metric in metrics for column in METRICS[metric]]
-    found = [[*HEAD, *columns]]
+    printed = [[*HEAD, *columns]]
     for (label, cell, dtype, passes), group in itertools.groupby(
         rows, lambda row: (row["label"], cell_words(row), row["dtype"], row["pass"])
     ):
@@ -211,8 +212,8 @@ def lines(rows: Sequence[Row], metrics: Sequence[str] = DEFAULT_METRICS) -> list
         for place, (row, name) in enumerate(zip(of_cell, names, strict=False)):
             texts = _texts(row)
             head = [name, *(("", "") if place else (dtype, passes)), row["provider"]]
-            found.append(head + [texts[column] for column in columns])
-    return found
+            printed.append(head + [texts[column] for column in columns])
+    return printed
 
 
 def table(rows: Sequence[Row], metrics: Sequence[str] = DEFAULT_METRICS) -> str:
@@ -268,7 +269,7 @@ def closing(result: Result, rows: Sequence[Row]) -> list[str]:
         "IMPOSSIBLE: faster than the peak measured beside it. A time, a count of operations or the "
         "peak is wrong.": [row["impossible"] for row in rows],
         "cells were not measured: the time budget was used up (--time-budget).": [
-            is_complete and was_skipped(found) for found in result.cells
+            is_complete and was_skipped(measured) for measured in result.cells
         ],
         "samples of busy rounds are left out of ms, GFLOP/s and % of peak.": [
             row["discarded"] for row in rows

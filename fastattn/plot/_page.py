@@ -59,10 +59,12 @@ def html(
                 raise IndexError(f"example must be in [0, {len(stack)}) for {name}, got {example}")
             stack = stack[example]
         stack = stack.reshape(-1, *stack.shape[-2:])
-        sides = (("x_tokens", x_tokens, 2), ("y_tokens", y_tokens, 1))
         x, y = (
-            tokens_of(f"{side} of {name}", _of_layer(tokens, key), stack.shape[dim])
-            for side, tokens, dim in sides
+            tokens_of(f"{side} of {name}", of.get(key) if isinstance(of, Mapping) else of, count)
+            for side, of, count in (
+                ("x_tokens", x_tokens, stack.shape[2]),
+                ("y_tokens", y_tokens, stack.shape[1]),
+            )
         )
         data = base64.b64encode(stack.contiguous().numpy().astype("<f4").tobytes()).decode()
         layers.append({"name": name, "shape": list(stack.shape), "x": x, "y": y, "data": data})
@@ -79,18 +81,11 @@ def html(
 
 def _layers(weights: Any) -> Iterator[tuple[str, str, Any]]:
     """Name, key and weights of each call of each layer."""
-    if not isinstance(weights, Mapping):
-        yield "attention", "attention", weights
-        return
-    for key, calls in weights.items():
+    layers = weights if isinstance(weights, Mapping) else {"attention": weights}
+    for key, calls in layers.items():
         name = str(key) or "attention"  # the model itself
         if not isinstance(calls, Sequence) or not calls or not hasattr(calls[0], "shape"):
             yield name, key, calls  # includes lists of numbers
             continue
         for n, call in enumerate(calls):
             yield (name if len(calls) == 1 else f"{name} (call {n + 1})"), key, call
-
-
-def _of_layer(tokens: Any, key: str) -> Any:
-    """The tokens of one layer, from one sequence or a dictionary of layers."""
-    return tokens.get(key) if isinstance(tokens, Mapping) else tokens

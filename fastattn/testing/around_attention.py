@@ -30,7 +30,7 @@ class MergeCase(NamedCase):
     poison: bool = False  # NaN and inf in the outputs of empty states
     lse_float64: bool = False
     lse_float32: bool = False  # of outputs in float64
-    given: tuple[str, ...] = ("out", "lse")  # the results with a gradient
+    grads: tuple[str, ...] = ("out", "lse")  # the results with a gradient
     layouts: tuple[str, str] = ("contiguous", "contiguous")  # of the outputs
     lse_layout: str = "contiguous"
     grad_layout: str = "every_second"  # of the gradient of the output
@@ -45,7 +45,7 @@ _MERGE_SIZES: dict[str, Sequence[Any]] = {
     "grad_layout": ["every_second", "contiguous"],
 }
 _MERGE_OPTIONS: dict[str, Sequence[Any]] = {
-    "given": [("out",), ("lse",)] * 2,
+    "grads": [("out",), ("lse",)] * 2,
     "empty poison": [
         (states, poison)
         for states in (("a",), ("b",), ("both",), ("a", "b", "both"), ("a", "both"))
@@ -111,10 +111,10 @@ def make_merge(case: MergeCase, dtype: torch.dtype) -> Operands:
         held = draw.placed(torch.where(is_empty, column, out) if case.poison else out, layout)
         tensors |= {f"out_{state}": held, f"lse_{state}": placed}
         clean[f"out_{state}"] = torch.where(is_empty, 0.0, held)
-    grads = {"out": draw.placed(draw.normal(*shape), case.grad_layout)}
-    grads["lse"] = draw.normal(*rows).to(wide)
-    given = {name: grad if name in case.given else None for name, grad in grads.items()}
-    return _MergeOperands("merge_states", tensors, NoOptions(), given, clean=clean)
+    of_out, of_lse = draw.placed(draw.normal(*shape), case.grad_layout), draw.normal(*rows).to(wide)
+    grads = {"out": of_out if "out" in case.grads else None}
+    grads["lse"] = of_lse if "lse" in case.grads else None
+    return _MergeOperands("merge_states", tensors, NoOptions(), grads, clean=clean)
 
 
 check_merge = Proof(

@@ -6,7 +6,7 @@ import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,13 +27,9 @@ def declared(operator: str) -> library.Operator:
     return next(op for op in library.operators.values() if op.name == operator)
 
 
-def is_tensor(x: Any) -> TypeGuard[Tensor]:
-    return isinstance(x, Tensor)
-
-
 def double(x: Any) -> Any:
     """Convert a floating tensor to float64; return the rest as is."""
-    return x.double() if is_tensor(x) and x.is_floating_point() else x
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 @dataclass(frozen=True)
@@ -68,10 +64,10 @@ class Operands:
     @property
     def args(self) -> tuple[Tensor | None, ...]:
         """The tensors without trailing optional tensors, which a backend need not take."""
-        found = list(self.tensors.values())
-        while found[-1] is None and len(found) > _ALWAYS:
-            found.pop()
-        return tuple(found)
+        tensors = list(self.tensors.values())
+        while tensors[-1] is None and len(tensors) > _ALWAYS:
+            tensors.pop()
+        return tuple(tensors)
 
     def watched(self) -> dict[str, Tensor | None]:
         """All tensors, which must not be modified."""
@@ -83,8 +79,7 @@ class Operands:
 
     def definition(self) -> Results:
         """The results in float64, by operations that have rules of rounding."""
-        found: Results = self.cleaned(double).results(reference)
-        return found
+        return self.cleaned(double).results(reference)
 
     def cleaned(self, convert: Callable[[Any], Any] = lambda x: x) -> Any:
         """Return a copy with finite tensors, each of them converted."""
@@ -96,9 +91,9 @@ class Operands:
         """The results of a backend and the gradients, by name."""
         op = declared(self.operator)
         forward = getattr(backend, op.name)
-        found = forward(*dispatch.accepted_tensors(forward, self.args), options=self.options)
-        found = found if isinstance(found, tuple) else (found,)
-        results = dict(zip(op.results, found, strict=True))
+        outputs = forward(*dispatch.accepted_tensors(forward, self.args), options=self.options)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        results = dict(zip(op.results, outputs, strict=True))
         if any(grad is not None for grad in self.grads.values()):
             grads = {f"grad_{name}": grad for name, grad in self.grads.items()}
             known = grads | self.tensors | self.saved(results)
@@ -122,7 +117,7 @@ class Operands:
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtypes of the results that differ from the judged dtype."""
-        own = {f"grad_{name}": x.dtype for name, x in self.tensors.items() if is_tensor(x)}
+        own = {f"grad_{name}": x.dtype for name, x in self.tensors.items() if isinstance(x, Tensor)}
         wide = torch.promote_types(next(iter(own.values())), torch.float32)
         return {"lse": wide} | own
 
@@ -141,7 +136,9 @@ class Call(Operands):
     plain: Callable[..., Any] | None = None  # a definition that replaces the reference
 
     def watched(self) -> dict[str, Tensor | None]:
-        return {n: x for n, x in (super().watched() | self.options).items() if is_tensor(x)}
+        return {
+            n: x for n, x in (super().watched() | self.options).items() if isinstance(x, Tensor)
+        }
 
     def primitive(self) -> tuple[list[Any], Any] | None:
         module: Any = importlib.import_module(getattr(fastattn, self.operator).__module__)
@@ -166,19 +163,19 @@ class Call(Operands):
         leaves = {
             name: x.detach().requires_grad_()
             for name, x in self.tensors.items()
-            if is_tensor(x) and x.is_floating_point()
+            if isinstance(x, Tensor) and x.is_floating_point()
         }
         out = function(**self.tensors | leaves, **self.options)
         outs = out if isinstance(out, tuple) else (out,)
         named = dict(zip(("out", "weights"), outs, strict=False))
-        given = [(x, self.grads.get(name)) for name, x in named.items() if x.requires_grad]
-        pairs = [(x, grad.to(x.dtype)) for x, grad in given if grad is not None]
-        grads = torch.autograd.grad(
-            [x for x, _ in pairs],
+        grads = {name: self.grads.get(name) for name, x in named.items() if x.requires_grad}
+        of_results = {name: x.to(named[name].dtype) for name, x in grads.items() if x is not None}
+        of_leaves = torch.autograd.grad(
+            [named[name] for name in of_results],
             list(leaves.values()),
-            [g for _, g in pairs],
+            list(of_results.values()),
             allow_unused=True,
             materialize_grads=True,
         )
-        named |= {f"grad_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+        named |= {f"grad_{name}": grad for name, grad in zip(leaves, of_leaves, strict=True)}
         return {name: x.detach() for name, x in named.items()}

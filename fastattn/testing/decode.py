@@ -257,25 +257,22 @@ class AppendInputs(Operands):
 
     def results(self, backend: Any) -> Results:
         """The new rows, the rotated queries, and the number of bytes that changed elsewhere."""
-        written = {name: self.tensors[name] for name in _WRITTEN}
-        copies = {name: moved(x, x.device) for name, x in written.items() if x is not None}
+        copies = {
+            name: moved(x, x.device) for name in _WRITTEN if (x := self.tensors[name]) is not None
+        }
         rotated = self._appended(backend, self.tensors | copies)
         results: Results = {} if rotated is None else {"query": rotated}
         entry, row = self.places
         changed = 0
-        for (name, copy), result in zip(copies.items(), _ROWS, strict=False):
-            old = written[name]
-            assert old is not None
+        for name, copy in copies.items():
+            old = getattr(self, name)
             of_copy, of_old = (elements(x, entry, slice(None), row) for x in (copy, old))
-            results[result] = of_copy.transpose(1, 2).clone()
+            results[name.removesuffix("_cache")] = of_copy.transpose(1, 2).clone()
             copy[entry, :, row] = of_old
             changed += int((bytes_of(copy) != bytes_of(old)).sum())
         return results | {"changed": torch.tensor([changed], dtype=torch.float64)}
 
-    def definition(self) -> Results:
-        return self.define(reference)
-
-    def define(self, backend: Any) -> Results:
+    def definition(self, backend: Any = reference) -> Results:
         """The results in float64, by operations that have rules of rounding."""
         tensors: dict[str, Any] = {n: double(x) for n, x in self.tensors.items()}
         tensors |= dict.fromkeys(_WRITTEN[2:])
@@ -286,20 +283,15 @@ class AppendInputs(Operands):
         results: Results = {} if rotated is None else {"query": rotated}
         return results | {"key": key, "value": value, "changed": torch.zeros(1).double()}
 
-    def _appended(self, backend: Any, tensors: dict[str, Any]) -> Tensor | None:
-        function = backend.append_to_cache
-        args = list(replace(self, tensors=tensors).args)
-        rotated: Tensor | None = function(
-            *dispatch.accepted_tensors(function, args), options=self.options
-        )
-        return rotated
+    def _appended(self, backend: Any, tensors: dict[str, Any]) -> Any:
+        function, args = backend.append_to_cache, replace(self, tensors=tensors).args
+        return function(*dispatch.accepted_tensors(function, args), options=self.options)
 
     def dtypes(self) -> dict[str, torch.dtype]:
         return {"changed": torch.float64}
 
 
 _WRITTEN = ("key_cache", "value_cache", "key_scales", "value_scales")
-_ROWS = ("key", "value", "key_scales", "value_scales")
 
 
 def make_append(case: AppendCase, dtype: torch.dtype) -> AppendInputs:

@@ -35,12 +35,12 @@ class _Operands(Operands):
         return {"out": out, "lse": lse}
 
 
-def attention_operands(options: AttentionOptions, elsewhere: Any = None, **given: Any) -> Operands:
+def attention_operands(options: AttentionOptions, elsewhere: Any = None, **named: Any) -> Operands:
     """The operands of attention by name; gradients of results begin with ``grad_``."""
     operator = "scaled_dot_product_attention"
     tensors, grads = map(dict.fromkeys, (declared(operator).names, declared(operator).results))
-    found: Operands = _Operands(operator, tensors, options, grads, elsewhere=elsewhere)
-    return found.changed(**given)
+    operands = _Operands(operator, tensors, options, grads, elsewhere=elsewhere)
+    return operands.changed(**named)
 
 
 def make_inputs(case: Case, dtype: torch.dtype) -> Operands:

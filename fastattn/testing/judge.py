@@ -97,24 +97,24 @@ def deviations(
     ``eps_of`` has the dtype of eps if it is not the candidate's. The noise is drawn until all
     ratios are below one half, or as often as allowed; draws for earlier candidates are reused.
     """
-    eps_of, found = eps_of or {}, list[Deviation]()
+    eps_of, measured = eps_of or {}, list[Deviation]()
     for name, dtype in (dtypes or {}).items():
         x, shape = candidates[name], exact[name].shape
         if x.dtype != dtype or x.shape != shape:
             wrong = f"got {x.dtype} {list(x.shape)}, want {dtype} {list(shape)}"
-            found.append(Deviation(name, float("inf"), 0.0, tuple(shape), wrong))
-    if found:
-        return found
+            measured.append(Deviation(name, float("inf"), 0.0, tuple(shape), wrong))
+    if measured:
+        return measured
     may_draw = noise.drawn > 0 or noise.draw()
-    while may_draw or not found:
-        found = [
+    while may_draw or not measured:
+        measured = [
             deviation(x, exact[name], noise.largest[name], name, eps_of.get(name))
             for name, x in candidates.items()
         ]
-        if all(d.ratio <= _CLEARLY_RIGHT for d in found):
+        if all(d.ratio <= _CLEARLY_RIGHT for d in measured):
             break
         may_draw = noise.draw()
-    return found
+    return measured
 
 
 @dataclass
@@ -134,10 +134,10 @@ class Verdict:
         """The worst error / bound."""
         return max((d.ratio for d in self.deviations), default=0.0)
 
-    def add(self, found: Sequence[Deviation]) -> None:
+    def add(self, measured: Sequence[Deviation]) -> None:
         """Record deviations, and which of them are faults."""
-        self.deviations += found
-        self.faults += [str(d) for d in found if not d.ok]
+        self.deviations += measured
+        self.faults += [str(d) for d in measured if not d.ok]
 
 
 # Functions whose results are more exact than the definition in float64, by operator and dtype. The
@@ -202,8 +202,8 @@ class Proof:
         @functools.cache
         def noise_of(computed: torch.dtype, names: tuple[str, ...]) -> Noise:
             def definition() -> Results:
-                found: Results = inputs.definition()
-                return {name: x for name, x in found.items() if name in names or name not in exact}
+                every = inputs.definition()
+                return {name: x for name, x in every.items() if name in names or name not in exact}
 
             return Noise(definition, {name: exact[name] for name in names}, computed)
 

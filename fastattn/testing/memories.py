@@ -62,20 +62,20 @@ def make_hopfield_inputs(case: HopfieldCase, dtype: torch.dtype) -> Call:
     # Implicit derivatives assume a fixed point, so the steps must converge.
     sharp = 3.0 if case.grad == "implicit" else 1.0
     spreads = (1.0, sharp / case.head_dim**0.5 * 1.5)
-    given = make_inputs(replace(case, spreads=spreads), dtype)
+    inputs = make_inputs(replace(case, spreads=spreads), dtype)
     patterns = slice(1 if case.shared else None)
     tensors: dict[str, Any] = {
-        "state": given.query,
-        "stored": given.key[patterns],
-        "projection": given.value[patterns] if case.projection else None,
+        "state": inputs.query,
+        "stored": inputs.key[patterns],
+        "projection": inputs.value[patterns] if case.projection else None,
         "beta": 1.4,
-        "attn_mask": given.attn_mask,
+        "attn_mask": inputs.attn_mask,
     }
     if case.beta != "number":
         heads = (case.heads,) if case.beta == "heads" else ()
         tensors["beta"] = (1 + Draw(case, dtype).normal(*heads).abs() / 2).to(dtype)
     options = {"update_steps_max": case.steps, "update_steps_eps": 0.0, "grad": case.grad}
-    grads = {"out": given.grads["out"]}
+    grads = {"out": inputs.grads["out"]}
     return Call("hopfield_retrieve", tensors, options, grads)
 
 

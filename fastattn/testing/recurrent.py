@@ -69,8 +69,8 @@ ADDITIVE_CASES = (
 
 
 def make_additive(case: AdditiveCase, dtype: torch.dtype) -> Operands:
-    given, draw = make_inputs(case, dtype), Draw(replace(case, name=f"{case.name}-v"), dtype)
-    tensors, clean, grads = map(of_one_head, (given.tensors, given.clean, given.grads))
+    inputs, draw = make_inputs(case, dtype), Draw(replace(case, name=f"{case.name}-v"), dtype)
+    tensors, clean, grads = map(of_one_head, (inputs.tensors, inputs.clean, inputs.grads))
     mask, width = tensors["attn_mask"], case.head_dim
     v = draw.placed(2 * draw.normal(width) / max(width, 1) ** 0.5)
     bias = draw.placed(draw.normal(width)) if case.bias else None
@@ -142,8 +142,8 @@ def _attend_locally(
 
 
 def _make_luong(case: LuongCase, dtype: torch.dtype) -> Call:
-    given, draw = make_inputs(case, dtype), Draw(case, dtype)
-    tensors, clean, grads = map(of_one_head, (given.tensors, given.clean, given.grads))
+    inputs, draw = make_inputs(case, dtype), Draw(case, dtype)
+    tensors, clean, grads = map(of_one_head, (inputs.tensors, inputs.clean, inputs.grads))
     # Some windows cross the ends of the keys or lie outside; a third are centered on a key and
     # have one key more than the others.
     places = torch.rand(case.batch, case.q_len, generator=draw.generator).double()

@@ -66,10 +66,10 @@ class Noise:
         if self._center is None:
             self._center = self._definition() if self._dtype == torch.float64 else self._exact
         with RandomRounding(self._dtype, self.drawn, self._magnified):
-            found = self._definition()
-        if found.keys() != self._exact.keys():
-            raise ValueError(f"the definition gives {sorted(found)}, want {sorted(self._exact)}")
-        for name, x in found.items():
+            results = self._definition()
+        if results.keys() != self._exact.keys():
+            raise ValueError(f"the definition gives {sorted(results)}, want {sorted(self._exact)}")
+        for name, x in results.items():
             off = (x.detach() - self._center[name].detach().double()).abs()
             off = torch.where(torch.isfinite(self._exact[name]), off, 0.0)
             if off.numel():

@@ -71,8 +71,7 @@ class Target:
         public = isinstance(inputs, Call)
         chosen = dispatch.use_backend(self.backend) if public else contextlib.nullcontext()
         with fresh_memory_is_nan(), chosen:
-            results: dict[str, torch.Tensor] = inputs.results(backend)
-        return results
+            return inputs.results(backend)
 
     def dtype_of_products(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype to which the factors of products may be rounded."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bench_results import cell_of
-from test_bench_render import load_render
+from test_bench_render import load_module
 
 from fastattn import dispatch, evidence
 from fastattn.bench import breakdown, cli, results, summary
@@ -84,5 +84,5 @@ def test_the_command_writes_a_result_that_is_rendered(
     assert "sdpa B=1,H=2,L=4,D=8 fp32 fwd+bwd" in capsys.readouterr().out
     result = results.load(path)
     assert not any(row["impossible"] for row in summary.summarise(result))
-    assert "autograd" in load_render().results_page({"here": {"breakdown": result}})
+    assert "autograd" in load_module().results_page({"here": {"breakdown": result}})
     assert main([*command, "--rounds", "0"]) == cli.USAGE

@@ -99,13 +99,11 @@ def test_compare_names_different_conditions(
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_a_picture_is_drawn(theme: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from fastattn.bench import plots
-
-    plots.draw(two_lengths(), tmp_path / "p.svg", theme)
+    load_module("pictures").draw(two_lengths(), tmp_path / "p.svg", theme)
     assert "<svg" in (tmp_path / "p.svg").read_text()
 
 
-def load_render(name: str = "render") -> ModuleType:
+def load_module(name: str = "render") -> ModuleType:
     path = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -122,7 +120,7 @@ def load_render(name: str = "render") -> ModuleType:
 def test_agreement_ignores_discarded_rounds() -> None:
     result = a_result([Round((1.0, 1.0), {"torch": 2.0, "ours": 1.0})] * 3)
     result.cells[0].rounds.append(Round((1.0, 0.5), {"torch": 9.0, "ours": 9.0}))
-    (_, torch_samples), (key, samples) = load_render("agreement").undisturbed(result).items()
+    (_, torch_samples), (key, samples) = load_module("agreement").undisturbed(result).items()
     assert (torch_samples, samples) == ([2.0] * 3, [1.0] * 3)
     assert key == ("sdpa B=2,H=4,Hkv=2,Lq=5,Lk=7,D=8,Dv=6", "ours")
 
@@ -148,11 +146,11 @@ def test_committed_texts_match_committed_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sys.argv", ["render.py", "--check"])
-    assert load_render().main() == 0
+    assert load_module().main() == 0
 
 
 def test_ranks_receive_and_compute_as_planned() -> None:
-    render = load_render()
+    render = load_module()
     found = render.load_ranks()
     page = (render.ROOT / "docs" / "distributed.md").read_text()
     assert render.ranks_block(found) in page

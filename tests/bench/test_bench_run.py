@@ -129,7 +129,6 @@ def test_a_cell_too_large_for_memory_is_an_error_row(tmp_path: Path) -> None:
 
 @pytest.mark.complete
 def test_a_run_writes_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     code = bench(
         *("run", "--shapes", "B=1,H=2,L=16,D=8 pass=fwd,fwd+bwd", "--quiet"),
         *("--shapes", "decode H=4,Hkv=2,Lk=16,D=8"),
@@ -162,8 +161,6 @@ def test_a_run_writes_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
     assert [row["provider"] for row in document["rows"]] == ["torch", "fastattn@reference"] * 3
     assert all(row["ms"] > 0 for row in document["rows"])
-
-    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.complete

@@ -178,26 +178,12 @@ def test_info_json_carries_every_fact() -> None:
         assert backend["built"] == (backend["reason"] is None)
 
 
-def test_info_describes_the_chosen_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
-    use = evidence.Gemm("onednn", "torch", "ours", 32, 2**21, 2**14, 2**20, 2**24, 2**62, 2**30)
+def test_info_has_the_fields_of_the_chosen_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
+    use = evidence.Gemm("onednn", "torch", "ours", 32, least_grad=2**20, layer_up_to=evidence.ANY)
     chosen = evidence.Row("gemm", "cpu", "", use, "a measurement")
     monkeypatch.setattr(evidence, "choose", lambda *args, **kwargs: chosen)
-    (found,) = {made["use"] for made in info.collect()["choices"] if made["choice"] == "gemm"}
-    assert found == (
-        "outputs by onednn, gradients of inputs by torch, gradients of weights by ours, outputs of "
-        "up to 32 rows by ours, of one row from 2,097,152 products on, outputs by torch below "
-        "16,384 products, gradients by torch below 1,048,576 products, outputs by ours up to "
-        "16,777,216 products, whole attention in one call up to any size, a whole encoder layer "
-        "in one call up to 1,073,741,824 products"
-    )
-
-
-def test_info_names_pytorchs_gemm_for_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    use = evidence.Gemm("ours", "ours", "ours", 32, evidence.ANY)
-    chosen = evidence.Row("gemm", "cpu", "", use, "a measurement")
-    monkeypatch.setattr(evidence, "choose", lambda *args, **kwargs: chosen)
-    (found,) = {made["use"] for made in info.collect()["choices"] if made["choice"] == "gemm"}
-    assert found.endswith("outputs of up to 32 rows by ours, of one row by torch")
+    (text,) = {made["use"] for made in info.collect()["choices"] if made["choice"] == "gemm"}
+    assert text == "y=onednn, dx=torch, dw=ours, few=32, least_grad=1048576, layer_up_to=∞"
 
 
 def test_info_text_has_the_facts_of_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,7 +84,7 @@ def exact(inputs: Any) -> Results:
 
 
 EXTENDED.update({(op, torch.float64): exact for op in FORWARD})
-EXTENDED["append_to_cache", torch.float64] = lambda inputs: inputs.define(naive)
+EXTENDED["append_to_cache", torch.float64] = lambda inputs: inputs.definition(naive)
 for op in ("decode_attention", "varlen_attention"):
     EXTENDED[op, torch.float64] = lambda inputs: inputs.by_sequence(exact)
 # The definition shares the preparation of its arguments with the retrieval that is judged.

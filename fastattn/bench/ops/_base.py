@@ -375,8 +375,8 @@ class Module(Operator):
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 (operators live as long as the process)
     def parameters(self, cell: Cell) -> dict[str, tuple[int, ...]]:
-        found = self.make(cell, device="meta").named_parameters()
-        return {name: tuple(parameter.shape) for name, parameter in found}
+        named = self.make(cell, device="meta").named_parameters()
+        return {name: tuple(parameter.shape) for name, parameter in named}
 
     def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
         """Matrices that preserve the scale of their inputs; weights of norms near 1."""
@@ -426,8 +426,8 @@ def value_of(formula: str, cell: Cell, **names: Any) -> Any:
 
 def messages(formulas: Mapping[str, str], cell: Cell) -> list[str]:
     """The messages of the formulas that hold for the cell."""
-    found = (message for formula, message in formulas.items() if value_of(formula, cell))
-    return [message.format(**_names(cell)) for message in found]
+    holding = (message for formula, message in formulas.items() if value_of(formula, cell))
+    return [message.format(**_names(cell)) for message in holding]
 
 
 def _names(cell: Cell) -> dict[str, Any]:

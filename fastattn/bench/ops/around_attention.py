@@ -28,8 +28,8 @@ class MERGE_STATES(Operator):
         a, b = torch.stack([x.lse_a, x.lse_b]).softmax(0)[..., None]
         return (a * x.out_a + b * x.out_b).to(x.out_a.dtype)
 
-    def results(self, found: Any, dtype: torch.dtype) -> Tensor:
-        return found[0]
+    def results(self, merged: Any, dtype: torch.dtype) -> Tensor:
+        return merged[0]
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         inputs = super().inputs(cell, draw)
@@ -54,18 +54,16 @@ class ATTENTION_STATS(Operator):
     FLOPS = "attention(pairs * H, D, 0)"
     KEYWORDS = {"top_k": lambda cell: cell["K"]}
 
-    def results(self, found: Any, dtype: torch.dtype) -> Tensor:
-        joined = [found.column_sums, found.entropy]
-        joined += [] if found.top_values is None else [found.top_values.flatten(-2)]
-        return torch.cat(joined, -1).to(dtype)
+    def results(self, stats: Any, dtype: torch.dtype) -> Tensor:
+        top = [] if stats.top_values is None else [stats.top_values.flatten(-2)]
+        return torch.cat([stats.column_sums, stats.entropy, *top], -1).to(dtype)
 
     def equation(self, cell: Cell, x: Inputs) -> Tensor:
         key = x.key.repeat_interleave(cell["H"] // cell["Hkv"], 1)
         seen = cell.visible(*self.sequences(cell)[0], key.device)
         weights = softmax_weights(x.query, key, seen)
-        found = [weights.sum(-2), torch.special.entr(weights).sum(-1)]
-        found += [weights.topk(cell["K"]).values.flatten(-2)] if cell["K"] else []
-        return torch.cat(found, -1)
+        top = [weights.topk(cell["K"]).values.flatten(-2)] if cell["K"] else []
+        return torch.cat([weights.sum(-2), torch.special.entr(weights).sum(-1), *top], -1)
 
 
 class HARD(Operator):
@@ -84,9 +82,9 @@ class HARD(Operator):
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         inputs = super().inputs(cell, draw)
-        wanted = draw.integers(0, cell["Lk"], cell["Lq"])
+        nearest = draw.integers(0, cell["Lk"], cell["Lq"])
         toward = 4 * cell["D"] ** -0.5  # a score of about 4; other scores are about 0
-        query = inputs.key[:, :, wanted] * toward + 0.1 * inputs.query
+        query = inputs.key[:, :, nearest] * toward + 0.1 * inputs.query
         inputs["query"] = query.to(draw.dtype)
         return inputs
 
@@ -231,7 +229,7 @@ BAHDANAU = Module(
     KEYWORDS={"need_weights": False},
     make=lambda cell, **made: _bahdanau(cell["E"], cell["A"], **made),
     parameter=lambda name, shape, draw: draw.normal(*shape, scale=shape[-1] ** -0.5),
-    results=lambda found, dtype: found[0],
+    results=lambda outputs, dtype: outputs[0],
     equation=lambda cell, x: _without_masks(
         x.query @ x["query_layer.weight"].T, x.memory @ x["memory_layer.weight"].T, x.v, x.memory
     ),
@@ -300,12 +298,13 @@ class LUONG(Operator):
     BY_EQUATION = True
 
     def others(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
-        found = {}
+        inputs = {}
         if (visible := visible_keys(cell, draw)) is not None:
-            found["key_padding_mask"] = ~visible[:, 0]
+            inputs["key_padding_mask"] = ~visible[:, 0]
         if cell["P"]:
-            found["positions"] = draw.uniform(0, cell["Lk"] - 1, cell["B"], cell["Lq"])
-        return found
+            places = torch.rand(cell["B"], cell["Lq"], generator=draw.generator)
+            inputs["positions"] = (places * (cell["Lk"] - 1)).to(draw.dtype)
+        return inputs
 
     def arguments(self, cell: Cell, x: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         tensors, options = super().arguments(cell, x)
@@ -340,7 +339,7 @@ _ON_A_MEMORY: dict[str, Any] = {
     "SHAPES": "query: B Lq D; memory: B Lk D",
     # For scores of about 1, because they are not divided by √D.
     "parameter": lambda name, shape, draw: draw.normal(*shape, scale=1 / shape[-1]),
-    "results": lambda found, dtype: found[0],
+    "results": lambda outputs, dtype: outputs[0],
 }
 
 LUONG_MODULE = Module(

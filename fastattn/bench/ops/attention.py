@@ -71,8 +71,8 @@ def biases(
     """
     rows, columns = (torch.arange(n, device=table.device) for n in (queries, keys))
     distances = rows[:, None] + offset - columns
-    found = embedding(distances + table.shape[1] // 2, table.mT).permute(2, 0, 1)[None]
-    return found if visible is None else found.masked_fill(~visible, -torch.inf)
+    bias = embedding(distances + table.shape[1] // 2, table.mT).permute(2, 0, 1)[None]
+    return bias if visible is None else bias.masked_fill(~visible, -torch.inf)
 
 
 def with_mask(

@@ -61,7 +61,7 @@ HOPFIELD_ENERGY = Operator(
     SIZES={"B": 4, "H": 8, "L": 128, "N": 128, "D": 64},
     SHAPES="state: B H L D; stored: B H N D; out: B H L",
     FLOPS="attention(B*H*L*N, D, 0)",
-    results=lambda found, dtype: found.to(dtype),
+    results=lambda energy, dtype: energy.to(dtype),
     equation=_energy,
 )
 
@@ -84,8 +84,7 @@ class _Hopfield(Module):
         if self.KIND is not Hopfield:
             made["quantity"] = cell["L" if self.KIND is HopfieldPooling else "N"]
         made |= {"num_heads": cell["H"], "update_steps_max": cell["K"], "update_steps_eps": 0.0}
-        module: nn.Module = self.KIND(cell["E"], **made)
-        return module
+        return self.KIND(cell["E"], **made)
 
     def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
         """Small, so that the steps contract; diverging steps would amplify rounding errors."""

@@ -38,8 +38,7 @@ class Twin(Module):
         return getattr(library, stack)(built, LAYERS) if stack != layer else built
 
     def make(self, cell: Cell, **made: Any) -> nn.Module:
-        module: nn.Module = self.build(fastattn.nn, cell, **made)
-        return module
+        return self.build(fastattn.nn, cell, **made)
 
     def ours(self, cell: Cell, x: Inputs, library: Any = fastattn.nn) -> Forward:
         return self.built(functools.partial(self.build, library), cell, x)
