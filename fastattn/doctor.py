@@ -18,10 +18,9 @@ import torch
 
 from fastattn import compat, evidence, info
 from fastattn._version import __version__
-from fastattn.ops.linear import products_are_scalar
+from fastattn.ops.linear import linear, products_are_scalar
 
 Facts = dict[str, Any]
-_HALVES = ("bfloat16", "float16")
 
 # The instruction sets above the baseline, weakest first, and the processor's feature without which
 # each is of no use.
@@ -56,8 +55,25 @@ def collect() -> Facts:
         # No constant expression, which Python's compiler would evaluate.
         "flushes_subnormals": sys.float_info.min / 2 == 0,
         "subnormal_slowdown": _subnormal_slowdown(),
-        "scalar_products": [name for name in _HALVES if products_are_scalar(getattr(torch, name))],
+        "linear_layers": _linear_layers(),
     }
+
+
+def _linear_layers() -> dict[str, dict[str, float]]:
+    """GFLOP/s of linear layers by dtype and GEMM: float32, and dtypes with scalar code in torch."""
+    m, k, n = 64, 768, 768
+    scalar = [dtype for dtype in (torch.bfloat16, torch.float16) if products_are_scalar(dtype)]
+    speeds = {}
+    for dtype in (torch.float32, *scalar) if scalar else ():
+        x, weight = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
+        speeds[str(dtype).removeprefix("torch.")] = {
+            name: 2e-9 * m * k * n / min(timeit.repeat(call, number=1, repeat=10))
+            for name, call in {
+                "torch": functools.partial(torch.nn.functional.linear, x, weight),
+                "ours": functools.partial(linear, x, weight),
+            }.items()
+        }
+    return speeds
 
 
 def _subnormal_slowdown() -> float:
@@ -263,10 +279,14 @@ def subnormals(facts: Facts) -> Finding | None:
 
 def linear_layers(facts: Facts) -> Finding | None:
     """16-bit linear layers that PyTorch computes by scalar code."""
-    if not (names := " and ".join(facts["scalar_products"])):
+    speeds = {name: gemms for name, gemms in facts["linear_layers"].items() if name != "float32"}
+    if not speeds:
         return None
-    what = f"PyTorch computes linear layers in {names} by scalar code here, far slower than float32"
-    return Finding("note", what, "`fastattn.accelerate(model)` computes them on vectors")
+    wide = facts["linear_layers"]["float32"]["torch"]
+    slow = ", ".join(f"{name} at {gemms['torch']:.0f}" for name, gemms in speeds.items())
+    fast = ", ".join(f"{name} {gemms['ours']:.0f}" for name, gemms in speeds.items())
+    what = f"PyTorch's linear layers run in {slow} GFLOP/s here, in float32 at {wide:.0f}"
+    return Finding("note", what, f"`fastattn.accelerate(model)` makes it {fast}")
 
 
 def interpreted_triton(facts: Facts) -> Finding | None:
