@@ -81,19 +81,19 @@ _GEMM = {
     "dx": "gradients of inputs by {}",
     "dw": "gradients of weights by {}",
     "few": "outputs of up to {} rows by ours",
-    "one_from": "of one row from {} on",
+    "min_one_row_weight": "of one row from {} on",
     "least": "outputs by torch below {}",
     "least_grad": "gradients by torch below {}",
     "ours_up_to": "outputs by ours up to {}",
     "small_up_to": "whole attention in one call up to {}",
     "layer_up_to": "a whole encoder layer in one call up to {}",
-    "fewest": "few rows are {} or more",
-    "few_from": "few rows from {} a row on",
+    "min_few_rows": "few rows are {} or more",
+    "min_few_rows_weight": "few rows from {} a row on",
 }
 
 
 def _field(name: str, value: Any) -> str:
-    if (name, value) == ("one_from", evidence.ANY):
+    if (name, value) == ("min_one_row_weight", evidence.ANY):
         return "of one row by torch"
     return _GEMM[name].format(_size(value))
 
