@@ -135,6 +135,7 @@ class AdditiveRows {
                   [&](const auto* first) { top = stage_rows_of(first, stride, rows, to, dst, f); });
     return top;
   }
+  // stage() for one type of elements.
   template <class S, class F>
   T stage_rows_of(const S* src, const int64_t* stride, int64_t rows, int64_t to, T* dst,
                   F f) const {
@@ -166,6 +167,7 @@ class AdditiveRows {
     FASTATTN_INLINE Vec<T> operator()(Vec<T> u) const { return exp_twice<T>(u); }
   };
 
+  // to = e^(2 from), for rows in panels.
   void exponentials(const T* from, int64_t rows, T* to) const {
     for (int64_t n = 0; n < panels * kPanel; n += kPanel)
       for (int64_t r = 0; r < rows; ++r)

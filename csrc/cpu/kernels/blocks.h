@@ -40,6 +40,7 @@ FASTATTN_INLINE int64_t key_block(int64_t D, int64_t Dv) {
 // Up to this many keys, a panel processes all its keys in one block: two tiles of scores of this
 // length still fit in L2.
 constexpr int64_t kWholeKeys = 1024;
+// The keys of such a block: all of them, filled up to whole tiles.
 template <class P>
 FASTATTN_INLINE int64_t whole_key_block(int64_t Lk) {
   return round_up(max_of<int64_t>(Lk, 1), 2 * P::kScoreRows);

@@ -34,6 +34,7 @@ FASTATTN_INLINE VecF gather(const float* base, const int32_t* index) {
   return load(x);
 #endif
 }
+// The same in float64.
 FASTATTN_INLINE VecD gather(const double* base, const int32_t* index) {
   alignas(kVectorBytes) double x[kLanes<double>];
   for (int l = 0; l < kLanes<double>; ++l) x[l] = base[index[l]];
@@ -412,6 +413,7 @@ class ContentTerms {
     int64_t rows, keys;
     bool linear;  // whole, and b is linear in it
   };
+  // Calls run(square) for all squares of queries [i0, i1) and keys r. `tile`: the columns of A.
   template <int NV, class F>
   FASTATTN_INLINE void each_square(const Buffers& f, int64_t i0, int64_t i1, Range r, Range tile,
                                    F run) const {

@@ -11,6 +11,7 @@ namespace {
 
 FASTATTN_INLINE bool has_image_bias(const AttentionParams& p) { return p.row_bias.data != nullptr; }
 
+// The row of one query in a tensor [B, H, Lq, ...].
 template <class T>
 FASTATTN_INLINE const T* of_query(const Tensor4& x, int64_t b, int64_t h, int64_t i) {
   return static_cast<const T*>(x.data) + b * x.stride[0] + h * x.stride[1] + i * x.stride[2];

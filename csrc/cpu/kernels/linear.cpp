@@ -153,6 +153,8 @@ class Linear {
     }
   }
 
+  // C[rows][lanes] = bias + A B with `first`, else C += A B. A [rows, reduced] are weights, B a
+  // panel of rows of x.
   template <int kVectors>
   static __attribute__((noinline)) void tiles(const Word* A, int64_t ld, const Word* B,
                                               int64_t rows, int64_t reduced, const T* bias,

@@ -34,6 +34,7 @@ class HopBlocks : protected HopSteps<T> {
     block->count = n1 - n0;
     if (p.mask.data != nullptr || p.bias.data != nullptr) select_rows(row, k, n0, n1, block);
   }
+  // Lists the rows of [n0, n1) that a query sees in hop k, with their bias.
   __attribute__((noinline)) void select_rows(int64_t row, int64_t k, int64_t n0, int64_t n1,
                                              Block* block) const {
     const int64_t b = batch_of(row), q = query_of(row);
@@ -64,6 +65,7 @@ class HopBlocks : protected HopSteps<T> {
   struct WideBlocks {
     WideBlock in, out;
   };
+  // Takes the buffers of widened blocks from an arena.
   WideBlocks wide_at(Arena& a) const {
     const int64_t size = is_narrow ? kHopBlock * p.D + W : dp;
     T *const in = a.take<T>(size), *const out = a.take<T>(size);
@@ -77,6 +79,8 @@ class HopBlocks : protected HopSteps<T> {
     if (is_narrow && p.D != dp) return widen_block(stored, block, wide);
     return {stored.base, stored.stride, block.all ? nullptr : block.at, stored.dtype};
   }
+  // The rows of a block in the type of the sums; a block that was already widened for another query
+  // is not widened again.
   __attribute__((noinline)) StoredRows widen_block(StoredRows rows, const Block& block,
                                                    WideBlock* wide) const {
     if (!block.all) rows.at = block.at;

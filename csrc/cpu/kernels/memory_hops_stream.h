@@ -134,6 +134,7 @@ class StreamHops : RowHops<T> {
     this->step(row, k, f.u, o, f.next);
   }
 
+  // Merges the state of a chunk into (o, m, l), or adds it if the weights are not normalised.
   void merge(const T* chunk_state, T* o, T* m, T* l) const {
     Shares<T> share = {splat<T>(T(1)), splat<T>(T(1))};
     if (p.normalize) share = merge_sums<T>(m, l, chunk_state[dp], chunk_state[dp + 1], kWeight<T>);
@@ -169,6 +170,8 @@ class StreamHops : RowHops<T> {
     chunk_state[dp] = m, chunk_state[dp + 1] = l;
   }
 
+  // Keeps the scores of rows [n0, n1), from which the weights are computed at the end of the hop. A
+  // row that is not in the block gets the weight 0.
   void keep(const Scratch& f, const Block& block, int64_t n0, int64_t n1, const T* s) const {
     for (int64_t n = n0; n < n1; ++n) f.hop_scores[n] = p.normalize ? -kInf<T> : T(0);
     for (int64_t i = 0; i < block.count; ++i)

@@ -229,6 +229,7 @@ class MergeStates {
   }
 };
 
+// Calls f(kernel) with the kernel of the dtype.
 template <class F>
 void with_types(const MergeStatesParams& p, F f) {
   with_arithmetic(p.dtype, [&](auto policy) { f(MergeStates<decltype(policy)>(p)); });

@@ -76,6 +76,7 @@ class ScoreMachine {
     FASTATTN_INLINE Int bits(int64_t r, int n) const { return (Int)value(r, n); }
   };
 
+  // Register n: the score, the gradient of the result, or one of the program.
   FASTATTN_INLINE Register at(int32_t n) const {
     const int32_t level = program.levels[n];
     T* const first = n == 0 ? score_ : n == 1 ? seed_ : registers_ + program.at[n] * L;
@@ -88,6 +89,7 @@ class ScoreMachine {
     rows_ = min_of(kScoreRows, rows);
   }
 
+  // Runs `steps` for each group of kScoreRows keys, and writes the register `result` to `to`.
   void groups(T* score, T* seed, int64_t rows, int64_t j0, const ScoreSteps& steps, int32_t result,
               T* to) {
     for (int64_t r = 0; r < rows; r += kScoreRows) {
@@ -120,18 +122,21 @@ class ScoreMachine {
       FASTATTN_UNROLL for (int n = 0; n < NV; ++n) store(to.vector(r, n), (Vec<T>)f(r, n));
   }
 
+  // s.to = f(a, b) of floating registers.
   template <class F>
   FASTATTN_INLINE void floats(const ScoreStep& s, F f) const {
     const Register a = at(s.a), b = at(s.b);
     each(at(s.to), [&](int64_t r, int n)
                        __attribute__((always_inline)) { return f(a.value(r, n), b.value(r, n)); });
   }
+  // s.to = f(a, b) of integer registers.
   template <class F>
   FASTATTN_INLINE void integers(const ScoreStep& s, F f) const {
     const Register a = at(s.a), b = at(s.b);
     each(at(s.to), [&](int64_t r, int n)
                        __attribute__((always_inline)) { return f(a.bits(r, n), b.bits(r, n)); });
   }
+  // s.to = f(a) of a floating register.
   template <class F>
   FASTATTN_INLINE void unary(const ScoreStep& s, F f) const {
     const Register a = at(s.a);
@@ -155,6 +160,7 @@ class ScoreMachine {
     for (int32_t n = 0; n < steps.count; ++n) run(steps.first[n]);
   }
 
+  // Runs one step over all rows of a group.
   void run(const ScoreStep& s) const {
     switch (static_cast<ScoreOp>(s.op)) {
       case ScoreOp::constant: {
@@ -391,6 +397,7 @@ class ScoreMachine {
     });
   }
 
+  // An integer division or remainder: f(a, b, quotients of a and b).
   template <class F>
   FASTATTN_INLINE void quotient(const ScoreStep& s, F f) const {
     const Register a = at(s.a), b = at(s.b), to = at(s.to);
@@ -435,6 +442,7 @@ class ScoreMachine {
         store(to.vector(0, n), to.value(0, n) + (queries ? total : sum[n]));
   }
 
+  // Adds the gradient of a gathered element to the sums of its tensor.
   FASTATTN_INLINE void scatter(const ScoreStep& s) const {
     if (sums_ == nullptr) return;
     const Register value = at(s.to), index = at(s.a);

@@ -258,6 +258,8 @@ class BackwardUnit {
     return dst;
   }
 
+  // Adds one block of keys to the gradients of a query head: dQ of all queries, dK and dV of its
+  // keys.
   void block_of_keys(Buffers& f, int64_t b, int64_t h, int64_t hk, Range block, int64_t chunk_begin,
                      T* dq) const {
     const int64_t nk = block.end - block.begin, *sk = p.k.stride, *sv = p.v.stride;
@@ -425,6 +427,7 @@ class BackwardUnit {
     }
   }
 
+  // to[keys] = factor rows[0, 1, ...], rows that are ld apart.
   __attribute__((noinline)) void write_rows(const T* rows, int64_t ld, int64_t cols, T factor,
                                             const Tensor4& to, int64_t b, int64_t hk,
                                             Range keys) const {

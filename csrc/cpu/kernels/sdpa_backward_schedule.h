@@ -96,6 +96,7 @@ class Prepare {
     }
   }
 
+  // Packs `rows` queries from i0 on into a panel.
   void pack_queries(typename WeightsPass<P>::Buffers& buf, int64_t b, int64_t h, int64_t i0,
                     int64_t rows, int64_t lanes) const {
     const int64_t* st = p.q.stride;
@@ -103,6 +104,7 @@ class Prepare {
     pack_panel<P>(q, st[2], st[3], rows, p.D, lanes, buf.q, lanes, buf.temp);
   }
 
+  // Prepares the row scales of queries [i0, i1).
   void scale(typename WeightsPass<P>::Buffers& buf, int64_t b, int64_t h, int64_t i0,
              int64_t i1) const {
     const int64_t rows = i1 - i0;
@@ -128,6 +130,7 @@ class Prepare {
     }
   }
 
+  // Adds the gradients of the weights to delta: sum_j P dP of these gradients.
   void from_weights(typename WeightsPass<P>::Buffers& buf, T* grad, int64_t b, int64_t h,
                     int64_t i0, int64_t i1, T* delta) const {
     constexpr int64_t lanes = kLanesOfPanel;
@@ -169,6 +172,7 @@ class Backward {
     }
   }
 
+  // Prepares all rows and runs all tasks, on one thread or on a team.
   void run() {
     const Sequence first = sequences_.at(0);
     Units::with(first, [&](const auto& unit) { run_from(first, unit); });
@@ -319,6 +323,7 @@ class Backward {
     });
   }
 
+  // Where the prepared rows of sequence n are.
   PreparedRows<T> prepared(const Tasks& rows, int64_t n) const {
     T* at = memory_ + rows.before(n);
     const int64_t all = rows.total();
@@ -343,11 +348,13 @@ class Backward {
       rows_of.run(t - tasks.before(n), static_cast<char*>(thread_scratch(rows_of.bytes())));
     });
   }
+  // What prepares the rows of a sequence for its unit.
   template <class Unit>
   static Prepare<P> preparation(const Sequence& s, const Unit& unit, PreparedRows<T> to) {
     return Prepare<P>(s, to, unit.sums_delta(), Unit::forward_scores());
   }
 
+  // Task t of a sequence whose rows are prepared: one chunk of keys of one key head.
   template <class Unit>
   static void one_chunk(const Sequence& s, const Unit& unit, int64_t t, int64_t m,
                         const PreparedRows<T>& prepared, T* partial) {
@@ -365,6 +372,7 @@ class Backward {
     unit.write_dq(owners(s).head(s, t / group, m), t % group, sum);
   }
 
+  // A task that prepares the rows of one key head and then runs all its chunks.
   template <class Unit>
   static void all_chunks(const Sequence& s, const Unit& unit, int64_t owner,
                          const PreparedRows<T>& prepared) {

@@ -394,6 +394,7 @@ class Forward {
                          p.applied.stride[2]);
   }
 
+  // Row i of the stored weights of a head.
   Source weights_row(int64_t b, int64_t h, int64_t i) const {
     const int64_t* st = p.applied.stride;
     return P::elements(p.applied.data, p.dtype) + b * st[0] + h * st[1] + i * st[2];

@@ -256,6 +256,7 @@ class WeightsPass {
     }
   }
 
+  // Writes a tile of weights [keys][queries], times a factor, to rows i on and columns [j0, j1).
   void write(const T* tile, int64_t b, int64_t h, int64_t i, int64_t rows, int64_t j0, int64_t j1,
              T factor) {
     const int64_t* st = p.applied.stride;

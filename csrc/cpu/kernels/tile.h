@@ -200,6 +200,7 @@ FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A, int
       return score_tiles<P, 1, true>(rows, A, lda, panel, K, chain, S, top, meanwhile);
   score_tiles<P, kVectors, false>(rows, A, lda, panel, K, chain, S, top, meanwhile);
 }
+// The same without work that is done meanwhile.
 template <class P, int kVectors>
 FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A, int64_t lda,
                                     const typename P::Word* panel, int64_t K, int64_t chain,

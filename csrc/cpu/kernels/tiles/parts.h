@@ -74,20 +74,24 @@ struct AsBf16 {
   typedef Bf16 Number;
   static constexpr int kParts = kPartsT;
   static constexpr bool kNarrow = false;
+  // The parts of two vectors, element n of a beside element n of b.
   static FASTATTN_INLINE void split_pairs(VecF a, VecF b, __m512i (&parts)[kParts]) {
     split(a, b, parts,
           [](VecF x, VecF y) __attribute__((always_inline)) { return pair_upper(x, y); });
   }
+  // The parts of two vectors, first all of a, then all of b.
   static FASTATTN_INLINE void split_joined(VecF a, VecF b, __m512i (&parts)[kParts]) {
     split(a, b, parts,
           [](VecF x, VecF y) __attribute__((always_inline)) { return join_upper(x, y); });
   }
+  // The sum of all parts of an element, the smallest first.
   static FASTATTN_INLINE float sum(const Element* at, int64_t step) {
     float sum = widen(Bf16{at[(kParts - 1) * step]});
     FASTATTN_UNROLL for (int part = kParts - 2; part >= 0; --part) sum +=
         widen(Bf16{at[part * step]});
     return sum;
   }
+  // Tile C += tile A x tile B.
   template <int C, int A, int B>
   static FASTATTN_INLINE void multiply() {
     Tiles::multiply_bf16<C, A, B>();
@@ -97,11 +101,13 @@ struct AsF16 {
   typedef F16 Number;
   static constexpr int kParts = 1;
   static constexpr bool kNarrow = true;  // from 2^16 on there is inf, and below 2^-14 fewer bits
+  // The even and odd elements as pairs of fp16: fp16 has a single part.
   static FASTATTN_INLINE void split_pairs(VecF a, VecF b, __m512i (&parts)[1]) {
     parts[0] = _mm512_or_si512(_mm512_cvtepu16_epi32(halves(a)),
                                _mm512_slli_epi32(_mm512_cvtepu16_epi32(halves(b)), 16));
   }
   static FASTATTN_INLINE float sum(const Element* at, int64_t) { return widen(F16{*at}); }
+  // Tile C += tile A x tile B.
   template <int C, int A, int B>
   static FASTATTN_INLINE void multiply() {
     Tiles::multiply_f16<C, A, B>();

@@ -142,6 +142,7 @@ class TileBackwardUnit {
     write_rows(f.all_dv, dvp, p.Dv, 1 / gradients.weight_scale, p.grad_v, b, hk, keys);
   }
 
+  // Writes dQ, and the gradient of a relative bias, of query head g of a key head.
   void write_dq(int64_t head, int64_t g, const T* dq) const {
     const int64_t b = head / p.Hkv, h = head % p.Hkv * (p.Hq / p.Hkv) + g;
     write_query_gradients<P>(p, b, h, dq, dp);
@@ -279,10 +280,12 @@ class TileBackwardUnit {
     }
     return apart;
   }
+  // The rows of K or V in one row of squares.
   RowsOfTile<P> keys_of(const Tensor4& from, const Block& x, int64_t row, int64_t channels) const {
     const Range r = x.keys(row);
     return rows_of<P>(from, x.b, x.hk, r.begin, r.end, channels);
   }
+  // The rows of Q or dO in one column of squares.
   RowsOfTile<P> queries_of(const Tensor4& from, const Block& x, int64_t column,
                            int64_t channels) const {
     return rows_of<P>(from, x.b, x.h, x.i0 + kSide * column, x.end_of(column), channels);
@@ -415,6 +418,7 @@ class TileBackwardUnit {
              queries_of(p.grad_out, x, s.column, p.Dv), s.dp);
   }
 
+  // The weights and dS of a square; rows that tiles cannot hold are multiplied apart first.
   void weigh(Buffers& f, const Block& x, Square& s) const {
     if constexpr (kParts > 1) multiply_apart(f, x, s);
     gradients.weigh(f.gradients, x, s);

@@ -205,12 +205,14 @@ class TileProducts {
       pack_values<Format>(v, steps_v, task.buf.values + n * value_elements());
     }
   }
+  // Packs the queries of a panel. In fp32, rows that do not split into parts are kept apart.
   void pack_panel_of(Task& task, Panel& panel) const {
     RowsOfTile<P> q = rows.queries_of(panel);
     if constexpr (kParts > 1) q.rows_in_use &= ~(panel.apart = separate_rows(q));
     pack_queries<Format>(q, steps, task.buf.q);
   }
 
+  // Block `block` of the keys, as the softmax reads it.
   Block block_of(const Task& task, int64_t block) const {
     const int64_t n = block - task.packed_piece;
     return {block * kBlockKeys, rows.keys_in(block), task.buf.keys_apart[n],
@@ -219,6 +221,7 @@ class TileProducts {
   Operands score_operands(const Task& task, int64_t block, float* s) const {
     return {task.buf.keys + (block - task.packed_piece) * key_elements(), task.buf.q, s, false};
   }
+  // The operands of O += P V for one block.
   Operands output_operands(const Task& task, const State& state, int64_t block,
                            const float* weights) const {
     return {task.buf.values + (block - task.packed_piece) * value_elements(), weights, state.o,

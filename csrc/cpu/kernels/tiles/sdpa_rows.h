@@ -157,6 +157,7 @@ class TileRows {
                         int64_t half) const {
     return half_of(p.k, b, hk, block, half, p.D, buf.keys);
   }
+  // The same for values.
   RowsOfTile<P> values_of(const Buffers& buf, int64_t b, int64_t hk, int64_t block,
                           int64_t half) const {
     return half_of(p.v, b, hk, block, half, p.Dv, buf.values);
@@ -379,11 +380,13 @@ class TileRows {
     return keys.begin >= keys.end;
   }
 
+  // The state of a panel that has read no keys.
   static void clear(State& state) {
     state.fresh = true, state.totalled = false, state.added = 0;
     state.raised = false;
     __builtin_memset(state.l, 0, sizeof state.l);
   }
+  // Gives up the references of lanes that are not exact, for the next block to choose.
   static void forget_references(State& state) {
     state.waiting = true;
     for (int64_t i = 0; i < kQueries; ++i)
@@ -393,6 +396,8 @@ class TileRows {
   // Powers of two: weights in fp16 at the reference, and the largest one.
   static constexpr float kPower = 8, kMostPower = 15;
 
+  // The reference of a maximum as a summand of the exponent. In fp16, weights are stored 2^kPower
+  // times larger.
   FASTATTN_INLINE VecF minus_reference(VecF m) const {
     const VecF minus_m = m * -rule.exponent;
     return select<float>(m == -kInf<float>, VecF{}, Format::kNarrow ? minus_m + kPower : minus_m);
@@ -411,6 +416,7 @@ class TileRows {
     }
     state.waiting = any(still);
   }
+  // Raises the references whose block has a weight above 2^kMostPower, and rescales their sums.
   void raise_references(State& state, const VecF* top) const {
     VecI some{};
     FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
