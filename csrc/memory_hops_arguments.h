@@ -138,6 +138,7 @@ inline void* read_results(const char* name, py::handle from, DType dtype, int64_
   return x.data;
 }
 
+// Reads what the forward pass returned for the backward pass.
 inline void read_trace_and_stats(MemoryHopsParams& p, HopCall& call, const HopGradTensors& from) {
   const DType wide = accumulator(p.dtype);
   p.trace = read_results("trace", from.trace, wide, 2 * p.K + 1, p.D, p, call, &call.copies[3]);
@@ -226,6 +227,7 @@ inline TensorView read_groups(const char* name, py::handle from, bool needs_rows
   return {x.data, x.dtype, 3, {groups, x.size[2], x.size[3]}, {step, x.stride[2], x.stride[3]}};
 }
 
+// Reads the mask and the bias of a retrieval, which are the same in all steps: [G|1, Q|1, N|1].
 template <class Tensors>
 void read_step_biases(MemoryHopsParams& p, const Tensors& from) {
   const auto read = [&](const char* name, py::handle x, Tensor4* to) {

@@ -150,6 +150,7 @@ class ScoreProgramReader {
   const int64_t B_, Hq_;
   ScoreProgram& p;
 
+  // The next `count` words; null if there are fewer.
   const int32_t* take(int64_t count) {
     if (count > left_) return nullptr;
     const int32_t* found = at_;

@@ -66,6 +66,7 @@ class TableLayer {
     return true;
   }
 
+  // Attention in rows, then attention in columns and the MLP, group by group.
   void run() const {
     const int64_t in_row = 2 * (4 * E * E + 2 * C * E), in_column = 2 * 4 * E * E,
                   after = 6 * E * E;
@@ -112,6 +113,7 @@ class TableLayer {
     return std::max<int64_t>(1, cells() / std::max<int64_t>(1, R));
   }
 
+  // Whether a weight is [n, k] with dense rows, and its bias fits.
   static bool fits(const Part& part, int64_t n, int64_t k) {
     const TensorView& w = part.weight;
     return w.data != nullptr && w.has_sizes({n, k}) && (w.stride[1] == 1 || k == 1) &&
@@ -239,6 +241,8 @@ class TableLayer {
     return all + ((cells.c0 - g.begin) * R + cells.r0) * E * element();
   }
 
+  // The attention in columns of a group: the first N rows with all heads, the other rows with the
+  // first head of the keys and values of those N.
   void attend_in_columns(const Group& g) const {
     AttentionParams p{};
     const int64_t sequences = g.end - g.begin, known = is_cached() ? 0 : N, D = E / H;

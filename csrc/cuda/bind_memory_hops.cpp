@@ -31,6 +31,7 @@ void split(Hops& p) {
   p.partial_owner = new_floats({p.B * p.Q, p.splits, p.D + 2}, &p.partial);
 }
 
+// Reads a call of memory hops, and divides long memories into splits.
 template <class Tensors>
 void read_hops(Hops& p, py::handle options, const Tensors& from) {
   read_hop_call(p, p, options, from);
@@ -100,6 +101,7 @@ py::tuple hop_gradients(const HopGradTensors& x, py::handle options, Stream stre
   return made;
 }
 
+// Reads a Hopfield retrieval as memory hops over its patterns.
 template <class Tensors>
 void read_patterns(Retrieval& p, py::handle options, const Tensors& from, bool search,
                    int64_t steps) {

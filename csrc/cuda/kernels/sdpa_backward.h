@@ -70,6 +70,7 @@ struct BackwardKeysShape : BackwardShape<T, kD> {
   static constexpr int kThreads = Base::kThreads * kColumnGroups;
 };
 
+// dQ of one block of queries: dQ += dS K over all blocks of keys.
 template <class T, int kD, bool kGeneral>
 __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThreads, 1)
     attention_backward_q_kernel(const __grid_constant__ AttentionArguments given) {

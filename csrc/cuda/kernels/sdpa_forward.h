@@ -217,6 +217,7 @@ struct AttentionForward {
     }
   }
 
+  // Hides the pairs that the mask program excludes, in row tile t.
   FASTATTN_DEVICE void apply_program(int t) {
     FASTATTN_UNROLL
     for (int r = 0; r < 2; ++r) FASTATTN_UNROLL
@@ -242,6 +243,7 @@ struct AttentionForward {
     __syncthreads();
   }
 
+  // Applies dropout to the weights of row tile t.
   FASTATTN_DEVICE void drop(int t, int j0) {
     const Options options(p, b, h);
     if (!options.drops()) return;
@@ -291,6 +293,7 @@ struct AttentionForward {
   }
 };
 
+// out and lse of one block of queries.
 template <class T, int kD, bool kGeneral>
 __global__ void __launch_bounds__(ForwardShape<T, kD, kGeneral>::kThreads, 1)
     attention_forward_kernel(const __grid_constant__ AttentionArguments given) {

@@ -13,6 +13,7 @@ FASTATTN_DEVICE float max_of_row(float x) {
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
+// The sum over the four lanes that share a row.
 FASTATTN_DEVICE float sum_of_row(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
@@ -55,6 +56,7 @@ struct OnlineSoftmax {
   float m[2];  // the maximum score so far
   float l[2];  // the sum of exp(s - m) over this thread's columns
 
+  // The state of no keys.
   FASTATTN_DEVICE void init() {
     m[0] = m[1] = minus_infinity();
     l[0] = l[1] = 0.0f;
@@ -89,6 +91,7 @@ struct OnlineSoftmax {
     }
   }
 
+  // Sums l over the four lanes that share a row.
   FASTATTN_DEVICE void finish() {
     l[0] = sum_of_row(l[0]);
     l[1] = sum_of_row(l[1]);

@@ -131,6 +131,7 @@ struct SwizzledTile {
 template <int kStages>
 struct Ring {
   int stage = 0, parity = 0;
+  // Moves to the next buffer; the parity changes after each round.
   FASTATTN_DEVICE void advance() {
     if (++stage < kStages) return;
     stage = 0;
@@ -262,6 +263,7 @@ FASTATTN_DEVICE int query_of_row(const HopperArguments& given, const Tile& tile,
   return row < given.tile_rows * given.group ? tile.i0 + row / given.group
                                              : static_cast<int>(tile.p.Lq);
 }
+// The head of a row, see query_of_row().
 template <class Tile>
 FASTATTN_DEVICE int head_of_row(const HopperArguments& given, const Tile& tile, int row) {
   return tile.h_kv * given.group + row % given.group;
@@ -336,6 +338,7 @@ FASTATTN_DEVICE void clear_unseen(int* flags, int buffer, const bool (&any)[kKey
 // error in the forward pass.
 FASTATTN_DEVICE float exponent_unit(const AttentionArguments& p) { return p.scale_float * kLog2e; }
 
+// The stats of a row in these units; with options they are left as they are.
 template <bool kGeneral>
 FASTATTN_DEVICE RowStats prepared(const AttentionArguments& p, const RowStats& row) {
   if (kGeneral) return row;
