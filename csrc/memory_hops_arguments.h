@@ -58,7 +58,8 @@ struct HopCall {
   py::object copies[5];
 };
 
-// [B|1, N, D], or [B|1, slots, N, D] with one for each hop.
+// Reads a memory [B|1, N, D], or a stack [B|1, slots, N, D] with one memory for each hop. A shared
+// memory gets the batch stride 0. If the columns are not contiguous, `copy` owns a copy.
 inline TensorView read_memory(const char* name, py::handle from, int64_t slots,
                               const MemoryHopsParams& p, py::object* copy) {
   TensorView x = with_rows(name, from, copy);
@@ -68,7 +69,7 @@ inline TensorView read_memory(const char* name, py::handle from, int64_t slots,
   return x;
 }
 
-// [D, D], or [K, D, D] with one for each hop.
+// Reads the projection [D, D], or [K, D, D] with one for each hop.
 inline void read_projection(py::handle from, MemoryHopsParams& p, py::object* copy) {
   const TensorView x = with_rows("hop_proj", from, copy);
   expect_sizes("hop_proj", x, p.dtype, {x.rank == 3 ? p.K : kLeftOut, p.D, p.D});

@@ -84,7 +84,7 @@ class Named {
     to.*member = std::clamp(to.*member, -2 * kFarthest, 2 * kFarthest);
   }
 
-  // A string, one of `choices`; the first is 0.
+  // A string: the member becomes its index in `choices`, as an enumerator of the same number.
   template <auto member, class Struct>
   void read_choice(const char* name, Struct& to, std::initializer_list<const char*> choices) const {
     fill(interned<member>(name), [&](PyObject* value) {

@@ -242,7 +242,7 @@ class TableLayer {
   }
 
   // The attention in columns of a group: the first N rows with all heads, the other rows with the
-  // first head of the keys and values of those N.
+  // first head of the keys and values of these N.
   void attend_in_columns(const Group& g) const {
     AttentionParams p{};
     const int64_t sequences = g.end - g.begin, known = is_cached() ? 0 : N, D = E / H;

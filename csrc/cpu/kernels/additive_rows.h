@@ -55,7 +55,7 @@ class AdditiveRows {
     T* q;               // [panels][kQueries + 1][lanes] queries
     T* eq;              // e^2(q + b)
     T* k;               // [panels][kKeys + 1][lanes] keys, or e^2k:
-    const void* held;   // the first of those rows,
+    const void* held;   // the first of these rows,
     int64_t held_rows;  // their number,
     T held_top;         // their largest magnitude,
     bool factored;      // and whether they are e^2k

@@ -188,8 +188,8 @@ class ContentTerms {
       }
   }
 
-  // The gradients of the terms of the tile that was added last, from dS[key][lane]. Those of C are
-  // summed until the block or its queries change.
+  // The gradients of the terms of the tile that was added last, from dS[key][lane]. The gradients
+  // of C are summed until the block or its queries change.
   template <int NV>
   __attribute__((noinline)) void add_gradients(Buffers& f, int64_t i0, int64_t i1, Range r,
                                                const T* ds) const {
@@ -328,7 +328,7 @@ class ContentTerms {
     return readers;
   }
 
-  // Entry e is that of b(top - e), and b(low) or b(high) beyond these.
+  // Entry e is for b(top - e); beyond b(low) and b(high) it repeats these.
   void find(Entries& to, int64_t top, int64_t low, int64_t high, int64_t count) const {
     const int32_t* const bucket = p.distance_buckets + p.farthest;
     to.band = values_of(bucket, low, high);

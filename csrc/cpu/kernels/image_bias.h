@@ -51,7 +51,7 @@ __attribute__((noinline)) void pack_image_bias(const AttentionParams& p, int64_t
   });
 }
 
-// bias[j - j0] = that of query i and key j, for one query; with `add`, added to it.
+// bias[j - j0] = the bias of query i and key j, for one query; added to it with `add`.
 template <class T>
 __attribute__((noinline)) void read_image_bias_row(const AttentionParams& p, int64_t b, int64_t h,
                                                    int64_t i, int64_t j0, int64_t j1, bool add,

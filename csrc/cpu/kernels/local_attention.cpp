@@ -140,8 +140,8 @@ class LocalAttention {
     return truncated + (static_cast<T>(truncated) < low);
   }
 
-  // Finds the rows that query i can see, and their z; returns their number.
-  int64_t look(const Scratch& f, int64_t i) const {
+  // Lists the visible rows in the window of query i, with their z; returns their number.
+  int64_t find_window(const Scratch& f, int64_t i) const {
     const T at = position(i), reach = static_cast<T>(p.reach);
     const uint8_t* const padding = padding_of(i / p.Lq);
     const int64_t first = first_of(i), end = min_of(p.Lk, first + p.W);
@@ -164,7 +164,7 @@ class LocalAttention {
 
   // out and weights of query i.
   void attend(const Scratch& f, int64_t i) const {
-    const int64_t b = i / p.Lq, count = look(f, i);
+    const int64_t b = i / p.Lq, count = find_window(f, i);
     T* const weights = of_query(p.weights, i);
     const T none = is_lost(i) ? position(i) : T(0);
     for (int64_t w = 0; w < p.W; ++w) weights[w] = none;
@@ -207,7 +207,7 @@ class LocalAttention {
 
   // dq, and the gradients of the scores that the keys need, of query i.
   void backward_query(const Scratch& f, int64_t i) const {
-    const int64_t b = i / p.Lq, count = look(f, i);
+    const int64_t b = i / p.Lq, count = find_window(f, i);
     const T* const weights = of_query(p.weights, i);
     const T* const grad_weights = of_query(p.grad_weights, i);
     T* const of_keys = of_query(p.coefficients, i);

@@ -91,15 +91,16 @@ class HopBlocks : protected HopSteps<T> {
     return {wide->rows, p.D, nullptr, kStoredAs<T>};
   }
 
-  // Whether a query, in its last hop, prefetches the next group's rows: one memory fits in the
-  // caches, all of them do not, and no row is masked. Its own rows then come from the cache, and
-  // main memory is idle.
-  FASTATTN_INLINE bool reads_ahead(int64_t group, int64_t row, int64_t k) const {
+  // Whether a query, in its last hop, prefetches the rows of the next group. Main memory is idle
+  // then, because its own rows come from the cache: one memory fits in the caches, all of them do
+  // not, and no row is masked.
+  FASTATTN_INLINE bool prefetches_next_group(int64_t group, int64_t row, int64_t k) const {
     return k == p.K - 1 && group + 1 < groups && row + 1 == row_of(group + 1, 0) &&
            groups * p.N * p.D > kCached && p.N * p.D <= kCached / 2 && p.mask.data == nullptr;
   }
-  // Inline, because the compiler removes calls of a function that only prefetches.
-  FASTATTN_INLINE void fetch_next(int64_t group, int64_t n0, int64_t n1) const {
+  // Prefetches rows [n0, n1) of the next group's memories. Inline, because the compiler removes
+  // calls of a function that only prefetches.
+  FASTATTN_INLINE void prefetch_next(int64_t group, int64_t n0, int64_t n1) const {
     const StoredRows in = this->in_rows(group + 1, 0, n0), out = this->out_rows(group + 1, 0, n0);
     const int64_t size = bytes_of(p.dtype), row = p.D * size;
     const char *of_in = static_cast<const char*>(in.base),

@@ -149,12 +149,13 @@ class StreamHops : RowHops<T> {
     for (int64_t d = 0; d < dp; d += W) store(chunk_state + d, Vec<T>{});
     T s[kHopBlock];
     Block block;
-    const bool keeps = p.weights != nullptr, fetches = this->reads_ahead(group, row, k);
+    const bool keeps = p.weights != nullptr,
+               prefetches = this->prefetches_next_group(group, row, k);
     const int64_t end = min_of(p.N, (c + 1) * chunk);
     for (int64_t n0 = c * chunk; n0 < end; n0 += kHopBlock) {
       const int64_t n1 = min_of(end, n0 + kHopBlock);
       this->see(row, k, n0, n1, &block);
-      if (fetches) this->fetch_next(group, n0, n1);
+      if (prefetches) this->prefetch_next(group, n0, n1);
       if (block.count > 0) {
         const StoredRows in = this->in_rows(group, k, n0), out = this->out_rows(group, k, n0);
         StoredRows rows = this->rows_of(in, block, &wide.in);

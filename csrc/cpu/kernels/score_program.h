@@ -47,7 +47,8 @@ class ScoreMachine {
     groups(S, S, rows, j0, program.value_each, program.value, S);
   }
 
-  // dS: the gradient of the modified scores -> of the raw ones. That of data is added to `sums`.
+  // Turns dS from the gradient of the modified scores into the gradient of the raw scores. The
+  // gradients of captured tensors are added to `sums`.
   __attribute__((noinline)) void differentiate(T* raw, T* dS, int64_t rows, int64_t j0,
                                                double* sums) {
     sums_ = sums;

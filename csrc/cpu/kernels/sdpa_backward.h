@@ -67,7 +67,7 @@ class BackwardUnit {
   bool sums_delta() const { return whole; }
   // Whether the next task is the next head, read ahead.
   bool heads_follow() const {
-    return whole && p.Hq == p.Hkv && p.grad_mask.data == nullptr && reads_ahead<P>(p);
+    return whole && p.Hq == p.Hkv && p.grad_mask.data == nullptr && prefetches_next_head<P>(p);
   }
   static constexpr bool forward_scores() { return false; }
   int64_t chunks() const { return (p.Lk + chunk - 1) / chunk; }

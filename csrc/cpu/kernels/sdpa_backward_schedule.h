@@ -122,9 +122,9 @@ class Prepare {
       if (!forward_scores_ || lse - lse != 0) continue;
       scale_from_lse(rule, lse, to.at(i));
       if (-kAbsorbingLse < lse && lse < kAbsorbingLse) continue;
-      // The log-sum-exp is the maximum of the forward scores, which these rows must subtract: those
-      // recomputed above are rounded otherwise, by more than an exponential can take. Their sum
-      // counts the keys that share the maximum.
+      // The log-sum-exp is the maximum of the forward scores, which these rows must subtract. The
+      // maximum recomputed above is rounded otherwise, by more than an exponential can take. The
+      // sum counts the keys that share the maximum.
       to.low[i] = T(0);
       to.inverse[i] = buf.rows.inverse[i];
     }

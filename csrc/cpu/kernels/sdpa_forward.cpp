@@ -88,7 +88,7 @@ class Forward {
   int64_t blocks() const { return (p.Lq + Bq - 1) / Bq; }
   // Whether the next task is the next head, read ahead.
   bool heads_follow() const {
-    return blocks() == 1 && weights != Weights::averaged && reads_ahead<P>(p);
+    return blocks() == 1 && weights != Weights::averaged && prefetches_next_head<P>(p);
   }
   int64_t groups() const { return weights == Weights::averaged ? p.B : p.B * p.Hq; }
 
@@ -505,9 +505,9 @@ struct NoForward {
 
 bool multiplies_integers(int64_t columns) { return multiplies_bytes(columns); }
 
-// Beyond, a panel of the heads is faster than reading the keys in order. On one thread of Zen 4 and
-// 4096 keys it then takes 0.5 to 1.0 of the time in bf16 and 0.55 to 0.97 in fp32, for 64, 128, and
-// 576 and 512 columns. In fp16 and fp64 it is no faster; narrower vectors were not measured.
+// The most query rows of a key head that are decoded by reading the keys in order. With more, each
+// key is read often enough that packing the rows into a panel is faster. The limits were measured
+// on Zen 4 (docs/cpu-kernels.md); fp16 and fp64 gain nothing, narrower vectors were not measured.
 int64_t most_streamed_rows(DType dtype) {
   constexpr bool kMeasured = kLanes<float> == 16;
   if (kMeasured && dtype == DType::bf16) return 24;

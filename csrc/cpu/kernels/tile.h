@@ -173,7 +173,7 @@ FASTATTN_INLINE void score_tiles(int64_t rows, const typename P::Word* A, int64_
             keep(r0 + r, n, s);
           });
         });
-  // Twice the registers of a tile: the sum of a part, and that of the parts before.
+  // Twice the registers of a tile: the sum of a part, and the sum of the parts before.
   constexpr int kRows = P::kScoreRows / kVectors;
   each_tile<kRows>(rows, [&](auto width, int64_t r0) __attribute__((always_inline)) {
     constexpr int kTile = decltype(width)::value;

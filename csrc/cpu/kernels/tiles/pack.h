@@ -77,7 +77,7 @@ FASTATTN_INLINE RowsOfTile<P> rows_of(const Tensor4& x, int64_t b, int64_t h, in
   return {data, st[2], st[3], channels, first_bits(end - begin)};
 }
 
-// The rows that products of tiles would get wrong, as bits. In 16 bits they are those with NaN or
+// The rows that products of tiles would get wrong, as bits. In 16 bits they are rows with NaN or
 // inf, of which a product with zero is NaN. A float may also be too large for a sum of products, or
 // so small that its lower parts, or their products, are subnormal, which tiles flush to zero. What
 // a row contributes then is within a rounding of what its largest element does.

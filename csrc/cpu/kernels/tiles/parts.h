@@ -38,7 +38,7 @@ FASTATTN_INLINE __m512i pair_upper(VecF a, VecF b) {
   const __m512i order = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
   return _mm512_mask_shuffle_epi8((__m512i)b, 0x3333333333333333ull, (__m512i)a, order);
 }
-// The upper halves of a, then those of b.
+// The upper halves of a, then the upper halves of b.
 FASTATTN_INLINE __m512i join_upper(VecF a, VecF b) {
   alignas(64) static constexpr uint16_t kUpper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
                                                       23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43,
@@ -48,7 +48,7 @@ FASTATTN_INLINE __m512i join_upper(VecF a, VecF b) {
 
 // The upper half of the result is x rounded to nearest, ties away from zero. Integer instructions,
 // because beside a product of tiles only one port adds floats. A NaN must have the low half 0, as
-// those of bf16 do, or the addition carries into its sign.
+// in a bf16, or the addition carries into its sign.
 FASTATTN_INLINE VecF rounded_above(VecF x) { return (VecF)((VecI)x + 0x8000); }
 FASTATTN_INLINE VecF without_upper(VecF x) {
   return x - (VecF)((VecI)x & static_cast<int32_t>(0xffff0000));
@@ -119,7 +119,7 @@ struct AsF16 {
   }
 };
 
-// What runs on tiles. `Format` is that of Q, K, V, dO and the weights. The gradients of the scores
+// What runs on tiles. `Format` holds Q, K, V, dO and the weights. The gradients of the scores
 // may be as large as a product of dO and V, too large for fp16. They, and Q and K where they meet
 // them, have `GradFormat`: two parts of bf16 have the bits of an fp16 and the range of a float.
 // `OnVectors` runs what has no kernel on tiles.

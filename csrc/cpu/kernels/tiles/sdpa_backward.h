@@ -13,7 +13,7 @@
 //
 // In fp32 each operand is two or three parts (parts.h), W and dS too, and a square of a product is
 // one for each product of parts. Rows that parts do not represent are zero there, and what they
-// contribute is computed pair by pair. In fp16 the sums of dS are those of two parts of bf16.
+// contribute is computed pair by pair. In fp16, dS is summed as two parts of bf16.
 #pragma once
 #include "operands.h"
 #include "sdpa_gradients.h"
@@ -41,8 +41,8 @@ class TileBackwardUnit {
   static constexpr int kKeysOfBlock = Gradients::kKeysOfBlock;
   static constexpr int kQueriesOfBlock = Gradients::kQueriesOfBlock;
 
-  // A chunk packs all queries of its head group, so that few heads make many tasks. At 1024 keys
-  // this is some 2 % of its instructions.
+  // A chunk packs all queries of its head group, so that few heads make many tasks. With 1024
+  // keys, the packing is a small part of its work.
   static constexpr int64_t kChunkKeys = 1024, kMostChunks = 8;
   // Queries of a panel times channels: its packed operands and dQ are then 0.75 MiB.
   static constexpr int64_t kPanelElements = (1 << 16) / kMostParts;
@@ -155,7 +155,7 @@ class TileBackwardUnit {
   const bool excludes;  // some pairs may be excluded
   const Gradients gradients;
 
-  // The sums of the gradient of a relative bias, behind those of dQ.
+  // The sums of the gradient of a relative bias, behind the sums of dQ.
   template <class Sum>
   Sum* relative_of(Sum* dq) const {
     return dq + round_up(p.Lq, kSide) * dp;
@@ -202,7 +202,7 @@ class TileBackwardUnit {
     return keys.begin >= keys.end;
   }
 
-  // Adds dK and dV to those before, in fp32.
+  // Adds dK and dV to their sums over the queries before, in fp32.
   void add_up(Buffers& f, Range keys) const {
     if (kParts == 1) return;
     const int64_t padded = round_up(keys.end - keys.begin, kSide);
@@ -262,8 +262,8 @@ class TileBackwardUnit {
     return direct;
   }
 
-  // Packs the keys and values of a block. True if k_t has some keys as zeros: in 16 bits those that
-  // are not finite, where some pairs are excluded. In fp32 k and v have them as zeros too.
+  // Packs the keys and values of a block. True if k_t has some keys as zeros: in 16 bits, where
+  // some pairs are excluded, keys that are not finite. In fp32, k and v have these as zeros too.
   bool pack_keys(Buffers& f, const Block& x) const {
     bool apart = false;
     for (int row = 0; row < kRows; ++row) {
@@ -379,7 +379,7 @@ class TileBackwardUnit {
         if (!x.has(row, column)) continue;
         Square& s = f.square[done % 2];
         s.row = row, s.column = column;
-        if (!gradients.look(f.gradients, x, s)) {
+        if (!gradients.choose_method(f.gradients, x, s)) {
           gradients.clear(f.gradients, row, column);
           continue;
         }

@@ -23,8 +23,8 @@ class TileProducts {
   static constexpr int kParts = Format::kParts;
   static constexpr int W = Rows::W, kVectors = Rows::kVectors;
   static constexpr int64_t kQueries = Rows::kQueries;
-  // Keys and values that all panels of a task read stay in half of the L2 cache of such processors.
-  // With more, 8192 keys of 128 channels took 1.6 times as long.
+  // Bytes of keys and values that all panels of a task read, one piece after the other: half of the
+  // L2 cache of processors with tiles, so that a piece is read from memory only once.
   static constexpr int64_t kPieceBytes = 1 << 20;
   // In fp32, blocks whose outputs are summed before they are added to the others: each adds as many
   // roundings as there are products of parts.

@@ -314,8 +314,8 @@ class TileRows {
     return any(some);
   }
 
-  // The state of a panel, to be merged with those of other keys: o is [channels][queries]. Weights
-  // were relative to minus_m, which is a rounded product; here they are relative to m.
+  // The state of a panel, to be merged with its states over other keys: o is [channels][queries].
+  // Weights were relative to minus_m, which is a rounded product; here they are relative to m.
   void give(const State& state, float* m_out, float* l_out, float* o_out) const {
     const __m512 exponent = _mm512_set1_ps(rule.exponent);
     FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
@@ -355,7 +355,8 @@ class TileRows {
   const bool key_mask;
   const int64_t steps_v;  // of 32 channels, of values
 
-  // The rows of a paged cache are copied, because those of a block may be anywhere. They are dense.
+  // Keys or values [32 half, 32 half + 32) of a block. The rows of a paged cache are copied to
+  // `copies`, because they are not at equal distances.
   RowsOfTile<P> half_of(const Tensor4& x, int64_t b, int64_t hk, int64_t block, int64_t half,
                         int64_t channels, Storage* copies) const {
     const int64_t begin = min_of(p.Lk, block * kBlockKeys + 32 * half);
