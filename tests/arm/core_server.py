@@ -106,6 +106,7 @@ CODES = {"float32": "f", "float64": "d", "float16": "e"}  # of struct
 
 
 def number_at(address, dtype):
+    """The number at an address."""
     content = ctypes.string_at(address, BYTES[dtype])
     if dtype == "bfloat16":  # the upper half of a float32
         dtype, content = "float32", bytes(2) + content
@@ -147,6 +148,7 @@ def new_rows(like, width):
 
 
 def packed(number, dtype):
+    """The bytes of a number in a dtype."""
     if dtype == "bfloat16":  # the upper half of a float32, rounded
         (bits,) = struct.unpack("I", struct.pack("f", number))
         return struct.pack("H", (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)
@@ -175,6 +177,7 @@ def returned(value):
 
 
 def arrived(value, regions):
+    """An argument as the core takes it: tensors become views of the regions."""
     if not isinstance(value, tuple):
         return value
     kind, *rest = value
@@ -190,6 +193,7 @@ def arrived(value, regions):
 
 
 def main():
+    """Answer calls of the core until the input ends."""
     sys.path.insert(0, sys.argv[1])
     import _cpu
 

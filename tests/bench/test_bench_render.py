@@ -106,6 +106,7 @@ def test_a_picture_is_drawn(theme: str, tmp_path: Path) -> None:
 
 
 def load_render(name: str = "render") -> ModuleType:
+    """A script of benchmarks/ as a module."""
     path = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None

@@ -29,6 +29,7 @@ def built(cuda: str = "no CUDA compiler was found", **cpu: Any) -> dict[str, Any
 
 
 def healthy() -> dict[str, Any]:
+    """The facts of a machine without any problem."""
     return {
         "torch": "2.13.0",
         "torch_untested": False,

@@ -259,6 +259,7 @@ OWN = Row("backends", AMD.key, "float16", ["torch", "cpu"], "measured", ATTENTIO
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The user's file of evidence, in a new folder."""
     monkeypatch.setenv("FASTATTN_CACHE_DIR", str(tmp_path / "of" / "mine"))
     evidence.forget()
     yield tmp_path / "of" / "mine" / "evidence.json"

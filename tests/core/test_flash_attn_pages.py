@@ -56,6 +56,7 @@ def both_paged(packed: list[Tensor], page_size: int, seed: int = 0) -> tuple[lis
 
 
 def call(q: Tensor, k: Tensor, v: Tensor, q_ends: Tensor | None = None, **options: Any) -> Tensor:
+    """flash_attn_varlen_func on the sequences of this file."""
     q_ends = ends(Q_LENGTHS) if q_ends is None else q_ends
     out: Tensor = flash_attn_varlen_func(
         q, k, v, q_ends, ends(K_LENGTHS), max(Q_LENGTHS), max(K_LENGTHS), **options

@@ -295,6 +295,7 @@ def test_a_pytorch_that_gives_nan_for_fully_masked_rows(
 def gradients_agree(
     inputs: list[Tensor], cotangent: Tensor, lse_grad: bool, **options: Any
 ) -> None:
+    """Gradients on PyTorch's kernel must agree with the reference."""
     results = []
     for forced in ("torch", "reference"):
         with use_backend(forced):

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(not shutil.which(COMPILER[0]), reason="it is com
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The emulated tiles as a shared library."""
     built = tmp_path_factory.mktemp("tiles") / "tile_products.so"
     flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
     if "avx2" in Path("/proc/cpuinfo").read_text():
@@ -130,6 +131,7 @@ def judged(of: str, a: Any, b: Any, c: Any) -> Any:
 def tile_products(
     library: Path, name: str, of: str, shape: tuple[int, int, int], a: Any, b: Any, c: Any
 ) -> Any:
+    """c + a b by the emulated tiles."""
     pairs = np.ascontiguousarray(b.reshape(-1, 16, 2, 16).swapaxes(2, 3))
     a, c = np.ascontiguousarray(a), c.copy()
     pointers = [x.ctypes.data_as(ctypes.c_char_p) for x in (a, pairs, c)]
@@ -204,6 +206,7 @@ def test_real_shapes_equal_the_emulations(
 
 @pytest.fixture(scope="module")
 def parts_library(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The splitting into parts as a shared library."""
     features = Path("/proc/cpuinfo").read_text()
     if "avx2" not in features:
         pytest.skip("needs AVX2")
@@ -228,6 +231,7 @@ def nearest(x: Any) -> Any:
 
 
 def parts_of(x: Any, count: int) -> list[Any]:
+    """x as a sum of parts in bf16, the largest first."""
     if count == 1:
         return [nearest(x)]
     first = cut(x)

@@ -26,6 +26,8 @@ def emulated() -> ModuleType:
 
 
 def _runner(module: Any, device: str) -> Run:
+    """What runs a conformance kernel of a module on a device."""
+
     def run(name: str, words: Tensor, size: int) -> Tensor:
         given = words.to(torch.int64).to(torch.int32).contiguous().to(device)
         out = torch.full((size,), 0x5A5A5A5A, dtype=torch.int32, device=device)

@@ -59,6 +59,7 @@ ENVIRONMENT = {
 
 
 def started(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run an example on several ranks."""
     return subprocess.run(
         command(ranks, *arguments),
         env=ENVIRONMENT,

@@ -29,6 +29,7 @@ WIDTH = 16
 
 @pytest.fixture(autouse=True)
 def nothing_stays_active() -> Iterator[None]:
+    """Check after each test that no integration is left active."""
     yield
     if integration._active:
         gc.collect()
@@ -484,6 +485,7 @@ def step(model: nn.Module) -> list[Tensor]:
 
 @pytest.fixture
 def group() -> Iterator[None]:
+    """A process group of one rank."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield

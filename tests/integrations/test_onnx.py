@@ -62,6 +62,7 @@ class Functional(nn.Module):
 def exported(
     model: nn.Module, inputs: Inputs, shapes: Any, dynamo: bool, from_graph: bool = False
 ) -> bytes:
+    """The ONNX file of a model, by the exporter of TorchScript or of torch.export."""
     file = io.BytesIO()
     if from_graph:
         graph = torch.export.export(model, inputs, dynamic_shapes=shapes)

@@ -117,6 +117,7 @@ def gpt2():  # type: ignore[no-untyped-def]
 
 
 def siglip():  # type: ignore[no-untyped-def]
+    """The class, configuration and inputs of a small SigLIP vision model."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
     config = transformers.SiglipVisionConfig(
         num_hidden_layers=2, image_size=16, patch_size=4, **sizes

@@ -38,6 +38,7 @@ def experts_of(model: nn.Module) -> list[Any]:
 
 
 def results(model: Any) -> dict[str, Tensor]:
+    """The output and the gradients of all parameters."""
     model.zero_grad()
     out = model(IDS).last_hidden_state
     out.square().sum().backward()

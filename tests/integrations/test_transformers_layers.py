@@ -36,6 +36,7 @@ def text(name: str, **sizes: Any) -> nn.Module:
 
 
 def whisper() -> nn.Module:
+    """A small Whisper encoder."""
     from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
     heads, sizes = {"encoder_attention_heads": 4}, {"encoder_layers": 3, "encoder_ffn_dim": 48}
@@ -46,6 +47,7 @@ def whisper() -> nn.Module:
 
 
 def image(name: str, **more: Any) -> nn.Module:
+    """A small vision model of the given architecture."""
     config = getattr(transformers, f"{name}Config")(image_size=32, patch_size=8, **SIZES, **more)
     model: nn.Module = getattr(
         transformers,

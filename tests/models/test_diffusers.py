@@ -130,6 +130,7 @@ def test_context_parallelism_is_refused() -> None:
 
 
 def state() -> tuple[Any, ...]:
+    """All tables of diffusers' registry of attention backends, copied."""
     dispatch = library("diffusers.models.attention_dispatch")
     registry, names = dispatch._AttentionBackendRegistry, dispatch.AttentionBackendName
     tables = registry._backends, registry._constraints, registry._supported_arg_names

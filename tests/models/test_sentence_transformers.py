@@ -38,6 +38,7 @@ def embeddings(model: Any) -> dict[str, Tensor]:
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
+    """The gradients of all parameters."""
     model.eval().zero_grad()
     found = model(model.preprocess(SENTENCES))["sentence_embedding"]
     (found * torch.arange(WIDTH)).sum().backward()

@@ -29,6 +29,7 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
 
 
 def register() -> Any:
+    """Register fastattn with TabPFN."""
     registry()  # from here on it can be imported
     from fastattn.integrations import tabpfn
 

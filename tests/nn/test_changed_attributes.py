@@ -59,6 +59,7 @@ def outcome(module: nn.Module, forward: Forward) -> list[Tensor | None] | Except
 
 
 def assert_same_outcome(ours: Any, expected: Any, what: str) -> None:
+    """Both must be the same results, or errors of the same type."""
     if isinstance(expected, Exception):
         assert type(ours) is type(expected), f"{what}: {ours!r} instead of {expected!r}"
         return
@@ -125,6 +126,7 @@ def attentions(options: dict[str, Any]) -> tuple[nn.Module, nn.Module, nn.Module
 
 
 def assert_as_in_pytorch(name: str, value: Any, options: dict[str, Any], call: Any) -> None:
+    """A module with a changed attribute must behave as PyTorch's does."""
     modules = attentions(options)
     for mode, need_weights in (("train", True), ("train", False), ("eval", False)):
         forward = functools.partial(attend, call=call, need_weights=need_weights)

@@ -65,6 +65,8 @@ def by_operators(
     table: Tensor | None = None,
     rms: bool = False,
 ) -> Tensor:
+    """The layer on packed rows, from PyTorch's functions alone."""
+
     def attend(x: Tensor) -> Tensor:
         q, k, v = (F.linear(x, *parts[n]).unflatten(-1, (heads, -1)) for n in range(3))
         outs = [

@@ -159,6 +159,7 @@ def test_copies(again: Callable[[Any], Any]) -> None:
 
 
 def _saved(module: nn.Module) -> Any:
+    """The module after saving and loading."""
     file = io.BytesIO()
     torch.save(module, file)
     file.seek(0)

@@ -43,6 +43,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def module_of(dtype: torch.dtype = torch.float32, **options: object) -> fastattn.MultiheadAttention:
+    """A module of three heads in evaluation mode, with random biases."""
     torch.manual_seed(0)
     module = fastattn.MultiheadAttention(24, 3, dtype=dtype, **options).eval()
     if module.in_proj_bias is not None:

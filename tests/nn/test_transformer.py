@@ -215,6 +215,7 @@ def test_padding_of_other_numbers_is_added_in_eval_mode_too() -> None:
 def in_steps(
     model: Any, sizes: list[int], target: Tensor, memory: Tensor, dim: int = 1, **masks: Any
 ) -> Tensor:
+    """The decoder's output computed in steps of the given sizes, with a cache."""
     cache = model.new_cache()
     parts, start = [], 0
     for step in target.split(sizes, dim):
@@ -492,6 +493,8 @@ def test_training_in_bfloat16_is_close_to_float32() -> None:
 
 
 def compiled_agrees(model: Any, backend: str) -> None:
+    """The compiled model must give the outputs and gradients of the model."""
+
     def results(network: Any) -> tuple[Tensor, list[Tensor]]:
         out = network(SRC, TGT)
         return out, list(torch.autograd.grad(out.square().mean(), list(model.parameters())))

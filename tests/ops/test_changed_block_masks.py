@@ -29,6 +29,8 @@ def by_global(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def shifted(by: Any) -> Any:
+    """A causal mask whose queries are moved by a number of positions."""
+
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return q + by >= k
 
@@ -52,6 +54,7 @@ def pairs(mask_mod: Any, q_len: int = LQ) -> Tensor:
 
 
 def assert_is_current(block_mask: Any) -> None:
+    """Attention with the block mask must equal attention with its mask_mod as it is now."""
     query = torch.randn(1, 2, block_mask.seq_lengths[0], 8)
     key = torch.randn(1, 2, LK, 8)
     now = pairs(block_mask.mask_mod, query.shape[2])
@@ -76,6 +79,7 @@ def test_the_decoding_loop_of_flex_attention() -> None:
 
 
 def in_a_cell() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod that reads a variable of the enclosing function, and what changes it."""
     by = 0
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -115,6 +119,8 @@ def in_an_object() -> tuple[Any, Callable[[], Any]]:
 
 
 def in_a_callable() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod that is an object, and what changes its attribute."""
+
     class MaskMod:
         by = 0
 
@@ -131,6 +137,8 @@ def in_a_method() -> tuple[Any, Callable[[], Any]]:
 
 
 def in_a_default() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod that reads a default argument, and what changes it."""
+
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor, by: int = 0) -> Tensor:
         return q + by >= k
 
@@ -138,6 +146,8 @@ def in_a_default() -> tuple[Any, Callable[[], Any]]:
 
 
 def in_a_partial() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod that is a partial function, and what changes its keyword."""
+
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor, *, by: int) -> Tensor:
         return q + by >= k
 
@@ -146,6 +156,8 @@ def in_a_partial() -> tuple[Any, Callable[[], Any]]:
 
 
 def in_an_attribute() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod that reads its own attribute, and what changes it."""
+
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return q + mask_mod.by >= k  # type: ignore[attr-defined]
 
@@ -154,6 +166,7 @@ def in_an_attribute() -> tuple[Any, Callable[[], Any]]:
 
 
 def in_the_code() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod whose code is replaced."""
     mask_mod = lambda b, h, q, k: q >= k  # noqa: E731
     return mask_mod, lambda: setattr(
         mask_mod, "__code__", (lambda b, h, q, k: q + 100 >= k).__code__

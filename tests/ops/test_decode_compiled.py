@@ -39,6 +39,7 @@ def rotating() -> dict[str, Any]:
 
 
 def with_table_and_ids() -> dict[str, Any]:
+    """A call with a table of distances and a mask of document ids."""
     ids = torch.arange(36).view(3, 12).div(5, rounding_mode="floor")
     draw = torch.Generator().manual_seed(1)
     given = {"table": torch.randn(8, 4, generator=draw), "ids": ids}

@@ -23,6 +23,7 @@ SIZES: dict[str, Any] = {"few": (6, 9, {}), "long": (70, 300, {"is_causal": True
 
 
 def leaves(q_len: int, k_len: int, rows: int = 17, **like: Any) -> dict[str, Tensor]:
+    """Operands, and the terms R [rows, Hkv, D], P [rows, Hq, D], u and v [Hq, D]."""
     shapes = {"query": (2, 4, q_len, 8), "key": (2, 2, k_len, 8), "value": (2, 2, k_len, 8),
               "R": (rows, 2, 8), "P": (rows, 4, 8), "u": (4, 8), "v": (4, 8)}  # fmt: skip
     like = {"dtype": torch.float64, "requires_grad": True, **like}
@@ -30,6 +31,7 @@ def leaves(q_len: int, k_len: int, rows: int = 17, **like: Any) -> dict[str, Ten
 
 
 def attend(x: dict[str, Tensor], bias: Any, mask: Any = None, **options: Any) -> Any:
+    """Attention with a bias, and the log-sum-exp."""
     qkv = x["query"], x["key"], x["value"]
     return scaled_dot_product_attention(
         *qkv, mask, enable_gqa=True, relative_bias=bias, return_lse=True, **options
@@ -205,6 +207,7 @@ def test_operands_that_do_not_fit_are_not_read() -> None:
 
 
 def image(height: int = 5, width: int = 7, **like: Any) -> dict[str, Tensor]:
+    """Queries, keys and values of an image, and a table for the distances of each axis."""
     x = leaves(height * width, height * width, **like)
     like = {"dtype": x["query"].dtype, "requires_grad": True}
     tables = {n: torch.randn(2 * k - 1, 8, **like) for n, k in (("h", height), ("w", width))}

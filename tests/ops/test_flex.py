@@ -71,6 +71,8 @@ CASES: dict[str, tuple[Callable[..., Mod], dict[str, Any]]] = {
 
 
 def case(**captured: Any) -> Callable[[Callable[..., Mod]], Callable[..., Mod]]:
+    """Register a score_mod and the tensors that it captures, or their shapes, as a case."""
+
     def add(make: Callable[..., Mod]) -> Callable[..., Mod]:
         CASES[make.__name__] = make, captured
         return make
@@ -80,6 +82,8 @@ def case(**captured: Any) -> Callable[[Callable[..., Mod]], Callable[..., Mod]]:
 
 @case(table=(HEADS,))
 def far(table: Tensor) -> Mod:
+    """A softcap, a penalty of the distance and a factor for each head."""
+
     def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         d = (k - q).abs().to(s.dtype)
         return 2.0 * (s * 0.5).tanh() - d * d * 1e-3 + torch.log1p(d) * torch.sigmoid(table[h])
@@ -89,6 +93,8 @@ def far(table: Tensor) -> Mod:
 
 @case()
 def window_2d() -> Mod:
+    """A window in two dimensions, over rows of eight."""
+
     def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         y, x = (q // 8 - k // 8).abs(), (q % 8 - k % 8).abs()
         return torch.where(torch.logical_and(y <= 2, x <= 3), s, float("-inf"))
@@ -122,6 +128,8 @@ def paged(slope: Tensor, pages: Tensor) -> Mod:
 
 @case(bias=(HEADS,))
 def functions(bias: Tensor) -> Mod:
+    """Logarithms, roots, limits and whole numbers."""
+
     def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         far = torch.log(1 + (q - k).abs().to(s.dtype))
         bent = torch.maximum(s, bias[h]) - torch.minimum(s * 0.5, far)
@@ -134,6 +142,8 @@ def functions(bias: Tensor) -> Mod:
 
 @case(bias=(HEADS,))
 def waves(bias: Tensor) -> Mod:
+    """Trigonometric functions, and integers that are shifted and divided."""
+
     def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         x, i = s + bias[h], q.to(s.dtype)
         angles = torch.atan2(x, 1 + bias[h] ** 2) + torch.asin(0.9 * torch.sin(i * 0.1)) + x.atan()
@@ -151,6 +161,7 @@ def waves(bias: Tensor) -> Mod:
 
 @case(bias=(HEADS,))
 def powers(bias: Tensor) -> Mod:
+    """Powers, exponentials and functions made of them."""
     gelu = torch.nn.functional.gelu
 
     def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -177,6 +188,8 @@ def far_apart(place: Tensor, factor: Tensor) -> Mod:
 
 @case(bias=(3, 5))
 def out_of_order(bias: Tensor) -> Mod:
+    """Captured elements whose indices are computed, and a gradient through a detached score."""
+
     def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         inner = torch.where((q + k) % 2 == 0, bias[q % 3, k % 5], bias[k % 3, h])
         inner = inner * torch.exp(s - s.detach())  # 1, with a gradient
@@ -188,6 +201,7 @@ def out_of_order(bias: Tensor) -> Mod:
 
 
 def tensors_of(captured: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Queries, keys, values, and the captured tensors."""
     wide = torch.promote_types(dtype, torch.float32)
     sizes = ((HEADS, Q_LEN), (KV_HEADS, K_LEN), (KV_HEADS, K_LEN))
     made = {name: torch.randn(BATCH, *size, WIDTH).to(dtype)
@@ -234,6 +248,7 @@ def equation(
 def judged(
     make: Any, captured: Any, dtype: torch.dtype, visible: Any = None, **options: Any
 ) -> None:
+    """Compare results and gradients with the equation in float64, by the error bound."""
     tensors = tensors_of(captured, dtype)
     grads = torch.randn(BATCH, HEADS, Q_LEN, WIDTH).to(dtype), torch.rand(BATCH, HEADS, Q_LEN)
     attend = functools.partial(flex_attention, enable_gqa=True, return_lse=True, **options)

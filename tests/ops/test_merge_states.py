@@ -29,6 +29,7 @@ def partial(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tupl
 
 
 def states(dtype: torch.dtype, normal: Callable[..., Tensor]) -> list[Tensor]:
+    """Two partial results: out_a, lse_a, out_b, lse_b."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     shape = (2, 3, 5)
     made = [normal(*shape, 4).to(dtype) for _ in range(2)]
@@ -39,6 +40,7 @@ def states(dtype: torch.dtype, normal: Callable[..., Tensor]) -> list[Tensor]:
 def with_gradients(
     names: tuple[str, ...], results: Any, leaves: list[Tensor], grads: list[Tensor]
 ) -> dict[str, Tensor]:
+    """The results and the gradients of the leaves, by name."""
     found = torch.autograd.grad(results, leaves, grads, allow_unused=True)
     return dict(zip(names, (*results, *found), strict=True))
 

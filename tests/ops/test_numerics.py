@@ -43,6 +43,7 @@ def any_backend(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
 
 
 def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    """All results must be equal bit by bit; NaN equals NaN."""
     assert a.keys() == b.keys()
     for name in a:
         assert a[name].shape == b[name].shape, name

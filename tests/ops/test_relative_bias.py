@@ -49,6 +49,7 @@ def of_table(q_len: int, k_len: int, offset: int) -> tuple[Tensor, Callable[[Ten
 def of_t5(
     q_len: int, k_len: int, offset: int, bidirectional: bool = True
 ) -> tuple[Tensor, Callable[[Tensor], Any], Any]:
+    """A table of T5, the bias that reads it, and the same bias by indexing: [4, q_len, k_len]."""
     buckets = t5_buckets(distances(q_len, k_len, offset), 8, bidirectional, 20)
     form = functools.partial(T5, bidirectional=bidirectional, max_distance=20)
     return torch.randn(8, 4), form, lambda table: table[buckets].permute(2, 0, 1)
@@ -103,6 +104,7 @@ def test_a_relative_bias_equals_the_bias_of_all_pairs(backend: str, name: str) -
 
 
 def causal(bias: Tensor, q_len: int, k_len: int, options: dict[str, Any]) -> list[Tensor]:
+    """The bias with causal pairs excluded, as a mask."""
     if not options.get("is_causal"):
         return [bias]
     offset = k_len - q_len if "causal_alignment" in options else 0

@@ -55,6 +55,7 @@ def test_dropout_draws_from_the_generator_as_in_a_batch(
 
 
 def _bad() -> list[tuple[dict[str, Any], type[Exception], str]]:
+    """Invalid arguments, with the error that each raises."""
     x, ends = torch.zeros(4, 2, 8), torch.tensor([0, 1, 4])
     return [
         ({"query": [1.0]}, TypeError, "argument 'query' must be Tensor, not list"),

@@ -39,11 +39,13 @@ ISAS = ("baseline", "avx2", "avx512", "avx512_bf16")
 def build(
     source: Path, fails: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
+    """Build a copy of the source with `setup.py build`."""
     command = [sys.executable, "setup.py", "build", "--build-lib", "out"]
     return run(command, source, unset=("CXX", "CXXFLAGS", "LDFLAGS"), fails=fails, **environment)
 
 
 def record_of(folder: Path) -> dict[str, object]:
+    """The record of the CPU module in a build's `_build.json`."""
     module: dict[str, object] = json.loads((folder / "fastattn/_build.json").read_text())[
         "modules"
     ]["cpu"]

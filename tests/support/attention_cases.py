@@ -24,6 +24,7 @@ from fastattn.testing.recurrent import AdditiveCase
 
 
 def _head_dims() -> Iterator[Case]:
+    """Head dims around all tile sizes, also with another width of values."""
     for d in (1, 2, 3, 5, 8, 16, 31, 32, 33, 48, 64, 80, 96, 100, 128, 160, 192, 256, 512, 1024):
         yield Case(f"head_dim-{d}", head_dim=d, batch=1 if d > 256 else 2)
     pairs = [(64, 1), (1, 64), (33, 48), (48, 33), (64, 128), (128, 64), (192, 128), (7, 200)]
@@ -61,6 +62,7 @@ def _lengths() -> Iterator[Case]:
 
 
 def _heads() -> Iterator[Case]:
+    """Heads that share keys and values."""
     yield Case("heads-4-2", heads=4, kv_heads=2, q_len=17)
     grouped = Case("gqa", heads=6, kv_heads=2, k_len=70)
     yield replace(grouped, name="gqa-causal", causal="bottom_right", weights=1)
@@ -77,6 +79,7 @@ _ALL_MASK_DIMS = tuple(
 
 
 def _masks() -> Iterator[Case]:
+    """Masks of every broadcast shape, boolean and floating."""
     for dims in _ALL_MASK_DIMS:
         shape = dims or "one"
         yield Case(f"mask-bool-{shape}", mask="bool", mask_dims=dims, head_dim=32)
@@ -112,6 +115,7 @@ def _masks() -> Iterator[Case]:
 
 
 def _windows() -> Iterator[Case]:
+    """Windows with and without limits, causal too."""
     sides = [(0, -1), (-1, 0), (0, 0), (3, -1), (-1, 3), (3, 5), (16, 0), (64, 64), (1000, 1000)]
     for left, right in sides:
         for q_len, k_len in ((65, 65), (40, 130), (130, 40)):
@@ -132,6 +136,7 @@ def _windows() -> Iterator[Case]:
 
 
 def _options() -> Iterator[Case]:
+    """Softcap, ALiBi and dropout."""
     for softcap in (0.5, 5.0, 50.0):
         yield Case(f"softcap-{softcap}", softcap=softcap, head_dim=64, grads=SCALED)
         yield Case(f"softcap-{softcap}-mask", softcap=softcap, mask="float_inf", mask_grad=True)
@@ -166,6 +171,7 @@ def _options() -> Iterator[Case]:
 
 
 def _sinks() -> Iterator[Case]:
+    """Attention sinks, also as the only entry of a row."""
     base = Case("sinks", heads=4, kv_heads=2, sinks="h")
     yield replace(base, name="sinks-h")
     yield replace(base, name="sinks-bh", sinks="bh", grads=SCALED)
@@ -197,6 +203,7 @@ def _parts() -> Iterator[Case]:
 
 
 def _relative_biases() -> Iterator[Case]:
+    """A bias for each distance."""
     base = Case("relative", heads=4, kv_heads=2, relative_bias="h", grads=SCALED)
     yield replace(base, name="relative-h")
     yield replace(base, name="relative-bh", relative_bias="bh", weights=2)
@@ -219,6 +226,7 @@ def _relative_biases() -> Iterator[Case]:
 
 
 def _content_terms() -> Iterator[Case]:
+    """Content terms: the distance meets queries, keys, or both."""
     base = Case("terms", heads=4, kv_heads=2, terms="both", grads=SCALED)
     for terms in ("query", "key", "both"):
         for buckets in ("every", "clipped", "log", "any"):
@@ -249,6 +257,7 @@ def _content_terms() -> Iterator[Case]:
 
 
 def _images() -> Iterator[Case]:
+    """A bias for the two distances in an image."""
     base = Case("image", heads=4, kv_heads=2, k_len=63, image=7, grads=SCALED)
     yield base
     for q_len, k_len, width in ((1, 1, 1), (0, 6, 3), (1, 40, 8), (65, 16, 16), (65, 16, 1),
@@ -300,6 +309,7 @@ def _programs() -> Iterator[Case]:
 
 
 def _layouts() -> Iterator[Case]:
+    """Operands with all kinds of strides."""
     names = ("unaligned", "blhd", "lbhd", "packed", "transposed", "every_second", "sliced",
              "expanded_batch", "expanded_heads", "expanded_rows", "expanded_dims")  # fmt: skip
     for name in names:
@@ -326,6 +336,7 @@ def _results() -> Iterator[Case]:
 
 
 def _long() -> Iterator[Case]:
+    """Many queries or keys, so that sums have several parts."""
     float32 = (torch.float32, torch.bfloat16, torch.float16)
     for q_len, k_len in ((1, 2048), (2, 2500), (5, 4099), (17, 2049), (2048, 1), (2100, 17)):
         for heads, kv_heads in ((2, 2), (8, 2)):
@@ -384,6 +395,7 @@ def _long() -> Iterator[Case]:
 
 
 def _packed() -> Iterator[VarlenCase]:
+    """Packed sequences, with empty ones."""
     base = VarlenCase("plain")
     yield base
     causal = replace(base, window=(-1, 0))
@@ -437,6 +449,7 @@ def _packed_with_biases(
 
 
 def _decoding() -> Iterator[DecodeCase]:
+    """Decoding with contiguous and paged caches."""
     base = DecodeCase("plain")
     paged = replace(base, page=16)
     yield base
@@ -496,6 +509,7 @@ def _decoding() -> Iterator[DecodeCase]:
 
 
 def _quantised(case: DecodeCase, label: str) -> Iterator[DecodeCase]:
+    """Decoding with caches of 8 bits."""
     yield replace(case, name=label)
     # For queries of 16 bits, products with int8 can be those of integers.
     integers = case.quantised is torch.int8

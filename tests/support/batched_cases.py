@@ -132,6 +132,8 @@ ATTENTION: dict[str, Callable[[], Case]] = {
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, table: Tensor, factor: Tensor) -> Any:
+    """flex_attention with captured tensors and a mask."""
+
     def mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         return torch.tanh(score * factor) + table[h, i - j + 3] * DOCUMENTS[1][j]
 
@@ -145,6 +147,7 @@ def stats_of(q: Tensor, k: Tensor) -> Any:
 
 
 def varlen_biases() -> Case:
+    """Packed sequences with sinks, a relative bias and a mask."""
     starts = {
         "cu_seqlens_q": torch.tensor([0, 2, 2, 6]),
         "cu_seqlens_k": torch.tensor([0, 3, 5, 7]),
@@ -155,6 +158,7 @@ def varlen_biases() -> Case:
 
 
 def varlen_disentangled() -> Case:
+    """Packed sequences with disentangled attention."""
     starts = packed()
 
     def function(q: Tensor, k: Tensor, v: Tensor, *terms: Tensor) -> Any:
@@ -237,6 +241,7 @@ ENCODE: dict[str, Callable[[], Case]] = {
 
 
 def additive(names: str = "", **options: Any) -> Case:
+    """Additive attention with the optional tensors `names`."""
     shapes = {"bias": (5,), "attn_mask": (2, 1, 4)}
     tensors = rand(2, 3, 5), rand(2, 4, 5), rand(2, 4, 2), rand(5)
     tensors = (*tensors, *(rand(*shapes[name]) for name in names.split()))
@@ -244,6 +249,8 @@ def additive(names: str = "", **options: Any) -> Case:
 
 
 def luong(*weights: Tensor, **options: Any) -> Case:
+    """Luong attention with the given weights."""
+
     def call(q: Tensor, k: Tensor, v: Tensor, *x: Tensor) -> Any:
         weight = None if not x else x[0] if len(x) == 1 else x
         return fastattn.luong_attention(q, k, v, weight=weight, **options)

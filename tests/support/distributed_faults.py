@@ -34,6 +34,7 @@ def dtensors(dim: int) -> list[Tensor]:
 
 
 def message_of(call: Callable[[], Any]) -> str:
+    """The error of a call as text."""
     try:
         call()
     except Exception as error:

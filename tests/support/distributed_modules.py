@@ -74,6 +74,7 @@ def of_rows(x: Tensor, at: Tensor | None, dim: int) -> Tensor:
 
 
 def run_modules() -> Pairs:
+    """Pairs of results on all ranks and on one, for every module."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     pairs: Pairs = []
     x, memory = drawn(2, L, E), drawn(2, 9, E)

@@ -248,6 +248,7 @@ def inductor() -> Pairs:
 
 
 def run_uses() -> dict[str, Any]:
+    """The results of all uses on this rank, by name."""
     uses = (
         two_groups,
         two_layers,

@@ -26,6 +26,7 @@ def _primitive(inputs: Operands) -> Results:
 
 
 def _encoding(inputs: Call) -> Results:
+    """Sentence encoding in extended precision."""
     _, (tokens, weight, factors, temporal, _) = prepared_sentences(
         **inputs.tensors, **inputs.options
     )
@@ -40,6 +41,7 @@ def _hopfield(inputs: Call) -> Results:
 
 
 def _luong(inputs: Call) -> Results:
+    """Luong attention in extended precision."""
     clean, options = inputs.cleaned(double), inputs.options
     out, weights = naive.luong_attention(
         *(clean.tensors[name] for name in ("query", "key", "value")),
@@ -52,6 +54,7 @@ def _luong(inputs: Call) -> Results:
 
 
 def _memory_hops(inputs: Call) -> Results:
+    """Memory hops in extended precision."""
     clean = inputs.cleaned()
     _, (query, m, c, *rest, options) = prepared_hops(**clean.tensors, **clean.options)
     if query.ndim == 2:

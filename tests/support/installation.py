@@ -96,6 +96,7 @@ def source_files() -> list[str]:
 
 
 def copy_source(folder: Path) -> Path:
+    """Copy everything that a build needs."""
     top = "setup.py pyproject.toml MANIFEST.in README.md LICENSE Makefile CHANGELOG.md "
     top += "CONTRIBUTING.md SECURITY.md licenses/pybind11.txt "
     top += ".ci/run .ci/split_wheel.py .ci/requirements/wheel.txt"

@@ -32,6 +32,7 @@ def scattered(*sizes: int) -> Tensor:
 def qkv(
     batch: int = 2, q_len: int = 6, k_len: int = 9, kv_heads: int = 4, width: int = 8, dim: int = 8
 ) -> Call:
+    """Queries, keys and values, with four query heads."""
     sizes = (4, q_len, dim), (kv_heads, k_len, dim), (kv_heads, k_len, width)
     names = ("query", "key", "value")
     return {n: torch.randn(batch, *size) for n, size in zip(names, sizes, strict=True)}
@@ -279,6 +280,7 @@ DECODE = Planned(
 def additive(
     batch: int = 2, queries: int = 6, keys: int = 9, dim: int = 20, width: int = 5
 ) -> Call:
+    """The tensors of additive attention."""
     sizes = {"query": (batch, queries, dim), "key": (batch, keys, dim)}
     sizes |= {"value": (batch, keys, width), "v": (dim,), "bias": (dim,)}
     return {name: torch.randn(size) for name, size in sizes.items()}

@@ -28,6 +28,7 @@ def patterns(
 
 
 def of_rank(rank: int, **options: Any) -> Call:
+    """A retrieval whose tensors have `rank` dimensions."""
     lowered = {
         name: x[(0,) * (4 - rank)] if isinstance(x, Tensor) else x
         for name, x in patterns(projected=True).items()
@@ -251,6 +252,7 @@ MEMORY_HOPS = Planned(
 
 
 def sentences(batch: int = 2, lines: int = 6, words: int = 5, rows: int = 30) -> Call:
+    """The tokens and embeddings of a sentence memory."""
     return {
         "tokens": torch.randint(0, rows, (batch, lines, words)),
         "weight": torch.randn(rows, 8),

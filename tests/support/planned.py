@@ -139,6 +139,7 @@ class Planned:
         yield from ((n, x) for n, x in [*self.options.items()][1:] if self.keeps("", n))
 
     def errors(self) -> Iterator[tuple[str, Change]]:
+        """Each wrong value of a call, by name."""
         for name, values in self.wrong.items():
             for n, value in enumerate(values):
                 change = at(name, value) if callable(value) else {name: value}

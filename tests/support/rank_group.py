@@ -103,6 +103,7 @@ def _launch(folder: Path, seconds: float, names: Sequence[str]) -> int:
 
 
 def _rank(folder: Path, job: int, rank: int, size: int, seconds: float, work: Any) -> int:
+    """The process of one rank: joins the group and runs the work."""
     try:
         if namespaces := os.environ[_NAMESPACES].split():
             _enter(namespaces[rank])

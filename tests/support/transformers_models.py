@@ -102,6 +102,7 @@ def released(version: str) -> bool:
 
 
 def _set_dropout(config: Any, dropout: float) -> None:
+    """Set the dropout of attention weights; all other dropout becomes 0."""
     for name, value in vars(config).items():
         if isinstance(value, transformers.PreTrainedConfig):
             _set_dropout(value, dropout)

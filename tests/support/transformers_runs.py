@@ -143,6 +143,7 @@ def with_gradients(model: nn.Module, inputs: dict[str, Any], real: Tensor | None
 
 
 def weighted_sum(found: Results) -> Tensor:
+    """A sum of all results with random weights, so that each element matters."""
     generator = torch.Generator().manual_seed(0)
     total = torch.zeros((), dtype=torch.float64)
     for x in found.values():

@@ -49,6 +49,7 @@ def _cast(original: Any, builder: Any, source: Any, target: Any) -> Any:
 
 
 def _binary(original: Any, builder: Any, left: Any, right: Any, op: Any) -> Any:
+    """An operation on bfloat16, which NumPy lacks: computed in float32 and rounded."""
     if left.dtype.scalar != tl.bfloat16:
         return original(builder, left, right, op)
     result = op(_values(left), _values(right))
@@ -68,6 +69,7 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def mend() -> None:
+    """Correct the interpreter's arithmetic in bfloat16."""
     builder = interpreter.InterpreterBuilder
     builder.create_dot = _dot
     cast, binary = builder.cast_impl, builder.binary_op
