@@ -26,6 +26,7 @@ inline Tensor4 read_output(const MergeStatesParams& p, const char* name, py::han
   return operand_of(x);
 }
 
+// A log-sum-exp as an operand with one column.
 inline Tensor4 operand_of_lse(const TensorView& x) {
   return {x.data, {x.stride[1], x.stride[2], x.stride[3], 1}};
 }

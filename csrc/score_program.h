@@ -158,6 +158,7 @@ class ScoreProgramReader {
     return found;
   }
 
+  // Whether a step may refer to this register or number.
   bool is_register(int32_t n) const { return n >= 0 && n < p.registers; }
   bool is_number(int32_t n) const { return n >= 0 && n < count_; }
 

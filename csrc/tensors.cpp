@@ -73,6 +73,7 @@ struct Interface {
 Interface found;
 thread_local int device_index = 0;
 
+// An attribute that lives as long as the process.
 PyObject* attribute(const py::handle& of, const char* name) {
   return py::object(of.attr(name)).release().ptr();
 }
@@ -119,6 +120,7 @@ int read_integers(const py::object& from, int64_t* to) {
   return count;
 }
 
+// Calls a method; null with Python's error if it fails.
 py::object call(PyObject* of, PyObject* method) {
   return py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(of, method));
 }

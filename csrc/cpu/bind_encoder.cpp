@@ -43,6 +43,7 @@ struct Sequences {
                      [&](int64_t a, int64_t b) { return length(a) > length(b); });
   }
 
+  // The rows of sequence b.
   int64_t length(int64_t b) const {
     return starts[static_cast<size_t>(b) + 1] - starts[static_cast<size_t>(b)];
   }

@@ -104,6 +104,7 @@ class TableLayer {
     char *k, *v;  // [columns, H, N, D]: attention reads dense rows in place
   };
 
+  // Whether the keys and values of the columns come from an earlier call.
   bool is_cached() const { return keys.data != nullptr; }
   int64_t element() const { return element_bytes(dtype); }
   // As many as a task of attention has queries.
@@ -119,6 +120,7 @@ class TableLayer {
     return w.data != nullptr && w.has_sizes({n, k}) && (w.stride[1] == 1 || k == 1) &&
            fits(part.bias, n);
   }
+  // Whether a vector is [n] and contiguous, or missing.
   static bool fits(const TensorView& row, int64_t n) {
     return row.data == nullptr || (row.has_sizes({n}) && (row.stride[0] == 1 || n == 1));
   }
@@ -155,6 +157,7 @@ class TableLayer {
     });
   }
 
+  // The cell of x in a column [B C] and a row.
   char* at(int64_t column, int64_t row) const {
     return y + (((column / C * R + row) * C + column % C) * E) * element();
   }

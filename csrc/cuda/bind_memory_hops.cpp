@@ -22,6 +22,7 @@ void set_hops(HopsArguments& p) {
   p.scale_float = static_cast<float>(p.scale);
 }
 
+// Whether a memory is so long that several blocks read it.
 bool is_split(const HopsArguments& p) { return p.N > kHopRowsOfBlock; }
 
 // Allocates partial results if a long memory is split; otherwise one block takes a whole query.
@@ -112,6 +113,7 @@ void read_patterns(Retrieval& p, py::handle options, const Tensors& from, bool s
   if (is_split(p)) p.scores_owner = new_floats({p.B, p.Q, 2, p.N}, &p.scores);
 }
 
+// Reads how many steps each query took, [B, Q].
 void read_taken(Retrieval& p, py::handle taken) {
   p.taken = static_cast<int64_t*>(read_flat("taken", taken, kInt64, {p.B, p.Q}, &p.taken_copy));
 }

@@ -424,6 +424,7 @@ void additive_forward(const AdditiveParams& x) {
   with_arithmetic(x.attention.dtype, [&](auto policy) { Forward<decltype(policy)>(x).run(); });
 }
 
+// The backward pass of a batch: all gradients.
 void additive_backward(const AdditiveParams& x) {
   with_arithmetic(x.attention.dtype, [&](auto policy) { Backward<decltype(policy)>(x).run(); });
 }

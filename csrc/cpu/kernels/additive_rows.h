@@ -104,6 +104,7 @@ class AdditiveRows {
     return n * static_cast<int64_t>(sizeof(T)) % 4096 == 0 ? n + 16 : n;
   }
 
+  // Row i of batch entry b.
   Source row(const Tensor4& t, int64_t b, int64_t i) const {
     return P::elements(t.data, p.dtype) + b * t.stride[0] + i * t.stride[2];
   }

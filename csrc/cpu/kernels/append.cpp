@@ -131,6 +131,7 @@ class Append {
 
   // ---- Quantisation -----------------------------------------------------------------------------
 
+  // The scale of a new row of keys (value = 0) or values (1).
   float* new_scale(int64_t value, int64_t b, int64_t i, int64_t h) const {
     return p.new_scales + ((value * p.B + b) * p.L + i) * p.Hkv + h;
   }

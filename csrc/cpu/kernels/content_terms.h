@@ -284,6 +284,7 @@ class ContentTerms {
   const bool of_queries, of_keys;
   const int64_t keys, sharing, dw, dp, columns, columns_of_tile;
 
+  // Elements of the gradients of both tables.
   int64_t tables_size() const { return (of_queries + of_keys) * p.buckets * dp; }
 
   // The columns of a band of a block of keys and so many queries, and room for the last vectors.
@@ -291,6 +292,7 @@ class ContentTerms {
     return round_up(min_of(p.buckets, p.bucket_step * (keys + queries) + 1), kPanel) + kPanel;
   }
 
+  // The table of the current head.
   Source table(const Tensor4& x, const Buffers& f) const {
     return P::elements(x.data, p.dtype) + f.b * x.stride[0] + f.h * x.stride[1];
   }

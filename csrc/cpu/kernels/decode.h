@@ -184,6 +184,7 @@ class Decode {
     }
     return buf;
   }
+  // The parts of a state: [rows][dim_v] outputs, [rows] maxima, [rows] sums.
   T* maxima(T* state) const { return state + rows * dim_v; }
   T* sums(T* state) const { return state + rows * (dim_v + 1); }
 

@@ -89,6 +89,7 @@ struct IntegerQueries {
   int32_t* bias;  // [rows] the excess of q . (k + 128) over q . k, in units
   int64_t dim;    // a multiple of kBytes
 
+  // The high and the low bytes of row r.
   FASTATTN_INLINE const int8_t* high(int64_t r) const { return bytes + 2 * r * dim; }
   FASTATTN_INLINE const int8_t* low(int64_t r) const { return bytes + (2 * r + 1) * dim; }
 

@@ -35,6 +35,7 @@ int64_t read_sentence(const EncodeMemoryParams& p, int64_t r, int64_t b, int64_t
   return count;
 }
 
+// The words of a sentence, in the scratch of the thread.
 Word* sentence_scratch(const EncodeMemoryParams& p) {
   return static_cast<Word*>(thread_scratch(static_cast<size_t>(p.J + 1) * sizeof(Word)));
 }

@@ -88,6 +88,7 @@ class Linear {
     return buf;
   }
 
+  // The lanes of a panel with `rows` rows of x.
   static int64_t lanes_for(int64_t rows) { return rows <= kFew * W ? kFew * W : L; }
 
   // y[m0, m1)[n0, n1), block by block of the reduced dimension.

@@ -99,6 +99,7 @@ class LocalAttention {
     each_task(team, tasks, kStatic, make, task);
   }
 
+  // Row i of batch entry b.
   Source row_of(const Tensor4& t, int64_t b, int64_t i) const {
     return P::elements(t.data, p.dtype) + b * t.stride[0] + i * t.stride[1];
   }
@@ -106,6 +107,7 @@ class LocalAttention {
   Source result(void* data, int64_t i, int64_t columns) const {
     return P::elements(data, p.dtype) + i * columns;
   }
+  // The window of query i in a result [queries][W].
   const T* of_query(const void* data, int64_t i) const {
     return data == nullptr ? nullptr : static_cast<const T*>(data) + i * p.W;
   }
@@ -284,10 +286,12 @@ class LocalAttention {
 
 }  // namespace
 
+// The forward pass: out and the weights.
 void local_attention_forward(const LocalParams& p) {
   with_arithmetic(p.dtype, [&](auto policy) { LocalAttention<decltype(policy)>(p).forward(); });
 }
 
+// The backward pass: the gradients of query, key, value and positions.
 void local_attention_backward(const LocalParams& p) {
   with_arithmetic(p.dtype, [&](auto policy) { LocalAttention<decltype(policy)>(p).backward(); });
 }

@@ -157,6 +157,7 @@ class MaskProgram {
     return {keys, common(keys, whole)};
   }
 
+  // The region of two operands that must both see a pair.
   static Region both(const Region& a, const Region& b) {
     return of(common(a.keys, b.keys), common(a.whole, b.whole));
   }
@@ -276,6 +277,7 @@ class MaskProgram {
 
   // ---- Pairs ------------------------------------------------------------------------------------
 
+  // The words of bits for a column of a block.
   static int64_t words_of(const MaskStep& s) { return (s.block_q + 31) / 32; }
 
   // Whether a leaf of blocks has the pair (i, j), before negation.

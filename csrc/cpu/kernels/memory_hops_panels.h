@@ -117,6 +117,7 @@ class PanelSteps : protected HopSteps<T> {
     t.at = a.take<int64_t>(Bk);
     return t;
   }
+  // Elements of a partial result: o [D][lanes], m and l [lanes].
   int64_t state_size() const { return (D + 2) * L; }
   T* chunk_state(const Group& f, int64_t panel, int64_t c) const {
     return f.chunk_state + (c * panels + panel) * state_size();
@@ -183,10 +184,12 @@ class PanelSteps : protected HopSteps<T> {
       for (int64_t r = 0; r < R; ++r)
         if (step_counts[r] == steps) f.order[at++] = r;
   }
+  // Panels of the queries that have not stopped, and the queries in one.
   int64_t panels_of(const Group& f) const { return (f.moving[0] + L - 1) / L; }
   int64_t lanes_of(const Group& f, int64_t panel) const {
     return min_of(L, f.moving[0] - panel * L);
   }
+  // The query in a lane; queries that have not stopped are first in the order.
   int64_t row_in(const Group& f, int64_t group, int64_t lane) const {
     return row_of(group, f.order[lane]);
   }

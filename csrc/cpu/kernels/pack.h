@@ -126,6 +126,7 @@ __attribute__((noinline)) void stage_rows(Elements src, int64_t row_stride, int6
   });
 }
 
+// Whether pairs can be loaded as aligned words.
 FASTATTN_INLINE bool word_aligned(const Bf16* p) {
   return reinterpret_cast<uintptr_t>(p) % sizeof(float) == 0;
 }

@@ -144,10 +144,13 @@ class ScoreMachine {
     each(at(s.to),
          [&](int64_t r, int n) __attribute__((always_inline)) { return f(a.value(r, n)); });
   }
+  // s.to = x in all lanes.
   FASTATTN_INLINE void fill(int32_t to, Vec<T> x) const {
     each(at(to), [&](int64_t, int) __attribute__((always_inline)) { return x; });
   }
+  // A size or offset of the call, by its place in the program.
   FASTATTN_INLINE int64_t number(int32_t place) const { return program.numbers[place]; }
+  // An integer in all lanes.
   FASTATTN_INLINE static Vec<T> integer(int64_t x) {
     return (Vec<T>)(Int{} + static_cast<typename IntOf<T>::type>(x));
   }

@@ -143,6 +143,7 @@ struct RowScale {
   T* high;
   T* low;
   T* inverse;
+  // The rows from i on.
   FASTATTN_INLINE RowScale at(int64_t i) const { return {high + i, low + i, inverse + i}; }
 };
 
@@ -170,6 +171,7 @@ struct Bias {
   const T* tile = nullptr;  // [keys][lanes]
   const T* keys = nullptr;  // [keys], not used if there is a tile
   Range clear{0, 0};        // the keys that have no bias; their rows of the tile are not read
+  // Whether the block has any bias.
   bool exists() const { return tile != nullptr || keys != nullptr; }
 };
 

@@ -199,6 +199,7 @@ class BackwardUnit {
   const ScoreGradients<P, kVectors> gradients;
   const ContentTerms<P> terms;
 
+  // Elements of the sums that a query head needs for itself.
   int64_t own_size() const {
     return queries * p.D + relative_sums<T>(p, L) + image_sums(p, queries);
   }

@@ -289,6 +289,7 @@ class Backward {
     return {count, heads / count, own_batch, own_head, false};
   }
 
+  // Whether tasks sum gradients of captured tensors in buffers.
   static bool has_score_sums(const Sequence& s) {
     return s.score_program != nullptr && s.score_program->buffers > 0;
   }
@@ -398,6 +399,7 @@ class Backward {
     }
   }
 
+  // sum += x.
   static void add(T* sum, const T* x, int64_t count) {
     for (int64_t i = 0; i < count; i += kLanes<T>) store(sum + i, load(sum + i) + load(x + i));
   }

@@ -85,11 +85,13 @@ class Forward {
     const int64_t share = p.B * p.Lq / (2 * p.threads * kLanesOfPanel);
     return max_of<int64_t>(1, min_of(kBytes / panel, share)) * kLanesOfPanel;
   }
+  // Blocks of queries in a head.
   int64_t blocks() const { return (p.Lq + Bq - 1) / Bq; }
   // Whether the next task is the next head, read ahead.
   bool heads_follow() const {
     return blocks() == 1 && weights != Weights::averaged && prefetches_next_head<P>(p);
   }
+  // Heads that are computed one by one, or batch entries whose heads are averaged.
   int64_t groups() const { return weights == Weights::averaged ? p.B : p.B * p.Hq; }
 
   struct Buffers {
@@ -199,6 +201,7 @@ class Forward {
     __builtin_memset(o, 0, static_cast<size_t>(queries * p.Dv) * sizeof(T));
   }
 
+  // The lanes of a panel with `rows` queries.
   static FASTATTN_INLINE int64_t lanes_for(int64_t rows) {
     return rows <= kFew * W ? kFew * W : kLanesOfPanel;
   }

@@ -49,6 +49,7 @@ int64_t blocks_of_keys(const AttentionArguments& p) {
   return blocks_of_head<kRows>(p.k_starts, p.Lk, p.B) * p.Hkv * batches;
 }
 
+// The blocks that cover a length.
 inline int64_t blocks_of(int64_t length, int block) { return (length + block - 1) / block; }
 
 }  // namespace cuda

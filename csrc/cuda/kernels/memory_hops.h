@@ -84,6 +84,7 @@ struct Hops {
   FASTATTN_DEVICE float* state(int n) const {  // [D], state n of the trace
     return static_cast<float*>(p.trace) + (query() * (2 * p.K + 1) + n) * p.D;
   }
+  // m and l of hop k.
   FASTATTN_DEVICE float* stats(int k) const {
     return static_cast<float*>(p.stats) + (query() * p.K + k) * 2;
   }

@@ -13,6 +13,7 @@ namespace cuda {
 // The rows and columns of a thread's accumulators.
 struct Place4 {
   int warp_row;
+  // The row and the column of accumulator (n, 2 r + e) of mma.m16n8, for this lane.
   FASTATTN_DEVICE int row(int r) const {
     return warp_row + 8 * r + (static_cast<int>(threadIdx.x) & 31) / 4;
   }

@@ -66,6 +66,7 @@ struct AttentionForward {
   float o[kRowTiles][kValueTiles * 4];  // O, not yet divided by the sum of the weights
   OnlineSoftmax softmax[kRowTiles];
 
+  // The row and the column of accumulator (n, 2 r + e) of mma.m16n8, for this lane.
   FASTATTN_DEVICE int row_of(int tile, int r) const {
     return warp_row + 16 * tile + 8 * r + (static_cast<int>(threadIdx.x) & 31) / 4;
   }

@@ -37,6 +37,7 @@ FASTATTN_DEVICE void exchange_in_fours(uint32_t (&x)[4], int lane) {
 struct RowTotal {
   double most;
   float sum, factor;
+  // log(sum_j e^s_j), in double, whose rounding the backward pass does not see.
   FASTATTN_DEVICE double lse() const { return most + log(static_cast<double>(sum)); }
 };
 
@@ -123,6 +124,7 @@ FASTATTN_DEVICE double exponents_per_score(float unit) {
 struct ScaledSoftmax : OnlineSoftmax {
   static constexpr float kRounded = 1 << 24, kExact = kRounded + 512;
 
+  // Whether a maximum is so large that its low word matters.
   static FASTATTN_DEVICE bool has_low(float m) {
     return fabsf(m) >= kExact && m != minus_infinity();
   }

@@ -27,6 +27,7 @@ struct Elements {
     Storage x[kN];
   } stored;
 
+  // Loads and stores aligned elements as one word.
   static FASTATTN_DEVICE Elements load(const Storage* from) {
     return {*reinterpret_cast<const Stored*>(from)};
   }

@@ -74,6 +74,7 @@ class TileDecode {
 
   // Of a panel: o [channels][queries], m [queries], l [queries].
   int64_t panel_size() const { return (channels + 2) * kQueries; }
+  // Where m and l are in a state, behind o [channels][kQueries].
   int64_t maxima() const { return channels * kQueries; }
   int64_t sums() const { return (channels + 1) * kQueries; }
 
@@ -81,6 +82,7 @@ class TileDecode {
   struct Row {
     int64_t h, i;
   };
+  // The query head and the query of stacked row r.
   Row row_of(int64_t head, int64_t r) const { return {head % p.Hkv * group + r / p.Lq, r % p.Lq}; }
 
   struct Buffers {

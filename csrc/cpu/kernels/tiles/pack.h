@@ -63,6 +63,7 @@ struct RowsOfTile {
       return load_channels<Format>(data + r * row_stride, col_stride, d * kStep, channels, parts);
     FASTATTN_UNROLL for (__m512i& part : parts) part = _mm512_setzero_si512();
   }
+  // Element c of row r.
   FASTATTN_INLINE float at(int64_t r, int64_t c) const {
     return widen(data[r * row_stride + c * col_stride]);
   }

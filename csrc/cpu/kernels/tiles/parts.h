@@ -50,6 +50,7 @@ FASTATTN_INLINE __m512i join_upper(VecF a, VecF b) {
 // because beside a product of tiles only one port adds floats. A NaN must have the low half 0, as
 // in a bf16, or the addition carries into its sign.
 FASTATTN_INLINE VecF rounded_above(VecF x) { return (VecF)((VecI)x + 0x8000); }
+// x without its upper half: the remainder of the part that the upper half is.
 FASTATTN_INLINE VecF without_upper(VecF x) {
   return x - (VecF)((VecI)x & static_cast<int32_t>(0xffff0000));
 }

@@ -65,6 +65,7 @@ class TileGradients {
     Range columns[kRows];   // per row of squares, the columns whose queries may see its keys
     T *dk, *dv, *dq;
 
+    // The keys of a row of squares, and the end of the queries of a column.
     Range keys(int64_t row) const {
       return {min_of(j1, j0 + kSide * row), min_of(j1, j0 + kSide * (row + 1))};
     }
@@ -140,6 +141,7 @@ class TileGradients {
     read_mask_row(p, b, h, 0, 0, p.Lk, f.keys);
     return trim(f.keys, keys);
   }
+  // Whether the key mask excludes all keys of a range.
   bool excludes(const Buffers& f, Range keys) const {
     return key_mask && all_excluded(f.keys + keys.begin, keys.end - keys.begin);
   }

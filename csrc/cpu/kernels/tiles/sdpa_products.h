@@ -128,6 +128,7 @@ class TileProducts {
   int64_t key_elements() const { return kBlockKeys * steps * kStep * kParts; }  // of a packed block
   int64_t value_elements() const { return kBlockKeys * steps_v * kStep * kParts; }
 
+  // Squares of one block: for the scores, and for the outputs.
   int64_t score_squares() const { return 2 * steps * Products::count; }
   int64_t output_squares() const { return 2 * steps_v * Products::count; }
   // Both kinds read their packed tiles one after the other.
@@ -218,6 +219,7 @@ class TileProducts {
     return {block * kBlockKeys, rows.keys_in(block), task.buf.keys_apart[n],
             task.buf.values_apart[n]};
   }
+  // The operands of S = K Q^T for one block.
   Operands score_operands(const Task& task, int64_t block, float* s) const {
     return {task.buf.keys + (block - task.packed_piece) * key_elements(), task.buf.q, s, false};
   }

@@ -102,6 +102,7 @@ class TileRows {
 
   float exponent() const { return rule.exponent; }
   bool excludes() const { return rule.excludes; }
+  // Blocks of all keys, and the keys in one.
   int64_t all_blocks() const { return (p.Lk + kBlockKeys - 1) / kBlockKeys; }
   int64_t keys_in(int64_t block) const { return min_of(kBlockKeys, p.Lk - block * kBlockKeys); }
   int64_t output_floats() const { return steps_v * kStep * kQueries; }
@@ -149,6 +150,7 @@ class TileRows {
     return j;
   }
 
+  // The queries of a panel.
   RowsOfTile<P> queries_of(const Panel& panel) const {
     return rows_of<P>(p.q, panel.b, panel.h, panel.i0, panel.i1, p.D);
   }

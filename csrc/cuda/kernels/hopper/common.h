@@ -93,6 +93,7 @@ struct SwizzledTile {
   FASTATTN_DEVICE MatrixDescriptor of_columns() const {
     return describe_matrix(shared_address_of(data), kPanelBytes, 1024);
   }
+  // Bytes to the operand of a step, for each of the two.
   static FASTATTN_DEVICE int columns_at(int step) { return step / 4 * kPanelBytes + step % 4 * 32; }
   static FASTATTN_DEVICE int rows_at(int step) { return step * 2048; }
 
@@ -192,6 +193,7 @@ struct QueryTile {
   Range keys;        // visible to at least one query
   int begin, count;  // the first key, and the number of steps
 
+  // The first key of step j.
   FASTATTN_DEVICE int key(int j) const { return begin + j * kKeys; }
   // Does step j load keys that no query can see? Keys outside of the tensor are loaded as zeros and
   // do not count.
@@ -349,6 +351,7 @@ FASTATTN_DEVICE RowStats prepared(const AttentionArguments& p, const RowStats& r
   return {hi, finite ? static_cast<float>(lse - hi) : 0.0f, row.delta + row.rest, 0.0f};
 }
 
+// The weight of a pair from its product q . k, with the stats that prepared() made.
 FASTATTN_DEVICE float weight_of(float dot, float unit, const RowStats& row) {
   return exp2_approx(fmaf(dot, unit, -row.hi) - row.lo);
 }

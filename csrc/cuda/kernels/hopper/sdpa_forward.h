@@ -333,6 +333,7 @@ struct HopperForward {
       for (int e = 0; e < kKeys / 4; ++e) weights[e / 4][e % 4] = T::pack(s[2 * e], s[2 * e + 1]);
     }
 
+    // The column of accumulator (n, e) of wgmma, for this lane.
     static FASTATTN_DEVICE int column_of(int n, int e) {
       return 8 * n + 2 * (static_cast<int>(threadIdx.x) & 3) + e;
     }
