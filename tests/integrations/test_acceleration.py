@@ -287,14 +287,14 @@ class ScriptedAttention(nn.Module):
         return F.scaled_dot_product_attention(x, x, x)
 
 
-def test_what_no_kernel_takes() -> None:
+def test_dtypes_and_devices_without_a_kernel_have_a_reason() -> None:
     (part,) = accelerate(nn.MultiheadAttention(8, 2).to(torch.float8_e5m2)).unserved
     assert "float8_e5m2" in part.reason
     (part,) = accelerate(Calls().to("meta")).unserved
     assert part.reason == "activate serves the CPU only, the module is on meta"
 
 
-def test_the_backend_is_that_of_the_dtype_and_of_a_forced_one() -> None:
+def test_a_part_runs_on_the_backend_of_its_dtype_or_the_forced_one() -> None:
     model = SelfAttends()
     with fastattn.use_backend("reference"):
         (part,) = accelerate(model).parts
@@ -381,7 +381,7 @@ def test_different_changes_are_undone_in_any_order(order: tuple[int, ...]) -> No
         torch.testing.assert_close(step(model), want)
 
 
-def test_twice_is_harmless() -> None:
+def test_accelerating_twice_has_no_further_effect() -> None:
     model = Both()
     first = accelerate(model)
     assert accelerate(model) == first

@@ -60,7 +60,7 @@ def test_labels_passed_to_attention_are_ignored() -> None:
 
 
 @pytest.mark.parametrize("name", ["labels", "logits_to_keep", "token_type_ids", "position_ids"])
-def test_irrelevant_arguments_change_nothing(name: str) -> None:
+def test_irrelevant_arguments_have_no_effect(name: str) -> None:
     assert transformers.BertForMaskedLM  # transformers imports it now, and with it its inputs
     inputs = query_key_value()
     plain, _ = attention_forward(torch.nn.Identity(), *inputs, None)

@@ -209,7 +209,7 @@ def test_what_changes_around_the_layers(change: Any, calls: Any) -> None:
     assert (calls.layers[0], calls.layers[-1]) == (3, 3)
 
 
-def test_what_a_model_of_texts_leaves_to_stock(calls: Any) -> None:
+def test_calls_of_a_text_model_that_run_its_own_forward(calls: Any) -> None:
     """Other arguments and errors; what reads its ``forward`` or is around it."""
     model = text("Bert", **SIZES)
     stock = copy.deepcopy(model)
@@ -285,7 +285,7 @@ def test_unpad_false_keeps_the_values_of_padding(calls: list[int]) -> None:
         fastattn.accelerate(model, unpad=1)  # type: ignore[arg-type]
 
 
-def test_what_mpnet_leaves_to_stock(calls: list[int]) -> None:
+def test_calls_of_mpnet_that_run_stock_attention(calls: list[int]) -> None:
     """Masks of pairs, and of tokens between others; a hook at a layer; its table under a hook."""
     model = text("MPNet", **SIZES)
     for x in model.parameters():  # larger than in a new model, whose biases hardly count
@@ -370,7 +370,7 @@ def test_all_layers_are_one_call(name: str, calls: Any) -> None:
     assert calls.layers[2:] == [1] * len(calls.layers[2:])
 
 
-def test_a_decoder_is_none(calls: list[int]) -> None:
+def test_a_decoder_does_not_run_as_one_native_call(calls: list[int]) -> None:
     model = text("Bert", is_decoder=True, **SIZES)
     stock = copy.deepcopy(model)
     fastattn.accelerate(model)

@@ -115,9 +115,7 @@ def results(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", [*MODELS, *OTHERS])
-def test_outputs_and_gradients_are_those_of_stock(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outputs_and_gradients_equal_stock(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, inputs = OTHERS[name] if name in OTHERS else (MODELS[name], TEXT)
     model = make()
     stock = copy.deepcopy(model)
@@ -158,7 +156,7 @@ def segmented(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["parakeet", "sam"])
-def test_transcripts_and_masks_are_those_of_stock(name: str) -> None:
+def test_transcripts_and_masks_equal_stock(name: str) -> None:
     """In float64, where rounding does not decide between two tokens."""
     if name == "sam":
         parts = {"vision_config": {**sam().config.to_dict(), "num_pos_feats": 4}}

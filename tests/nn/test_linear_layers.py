@@ -65,7 +65,7 @@ def test_the_class_is_replaced_and_restored() -> None:
     assert all("_fastattn_replaced" not in x.__dict__ for x in module)
 
 
-def test_restore_keeps_modules_constructed_as_ours() -> None:
+def test_restore_keeps_modules_constructed_as_fastattns() -> None:
     module = Linear(8, 4)
     assert replace_linear(module) == []
     assert not restore(module)

@@ -53,7 +53,9 @@ def stored(x: dict[str, Tensor], limit: int | None, offset: int) -> Tensor:
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("limit", [None, 40])
 @pytest.mark.parametrize("name", SIZES)
-def test_they_are_the_terms_of_all_pairs(backend: str, limit: int | None, name: str) -> None:
+def test_content_terms_equal_the_terms_of_all_pairs(
+    backend: str, limit: int | None, name: str
+) -> None:
     q_len, k_len, options = SIZES[name]
     x, results = leaves(q_len, k_len), []
     offset = k_len - q_len if "causal_alignment" in options else 0
@@ -81,7 +83,7 @@ def test_each_term_is_optional(terms: str) -> None:
 
 
 @pytest.mark.parametrize(("span", "limit"), [(256, 512), (16, 40), (4, 100), (8, 9)])
-def test_the_logarithmic_map_is_that_of_deberta(span: int, limit: int) -> None:
+def test_the_logarithmic_map_equals_debertas(span: int, limit: int) -> None:
     deberta = pytest.importorskip("transformers.models.deberta_v2.modeling_deberta_v2")
     d = torch.arange(-3000, 3001)
     want = deberta.make_log_bucket_position(d, span, limit).long().clamp(-span, span) + span
@@ -215,7 +217,7 @@ def image(height: int = 5, width: int = 7, **like: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_the_bias_of_an_image_is_that_of_all_pairs(backend: str) -> None:
+def test_an_image_bias_equals_the_bias_of_all_pairs(backend: str) -> None:
     x, results = image(), []
     y, z = torch.arange(35) // 7, torch.arange(35) % 7
     vectors = x["h"][y[:, None] - y + 4], x["w"][z[:, None] - z + 6]

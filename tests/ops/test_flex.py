@@ -264,7 +264,9 @@ def judged(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_the_function_on_stored_scores(name: str, dtype: torch.dtype, engine: Any) -> None:
+def test_results_equal_the_function_on_stored_scores(
+    name: str, dtype: torch.dtype, engine: Any
+) -> None:
     judged(*CASES[name], dtype)
 
 
@@ -342,7 +344,9 @@ def test_functions_of_any_argument(name: str, size: float, engine: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_log_sum_exp_of_16_bits_is_that_of_float32(dtype: torch.dtype, engine: Any) -> None:
+def test_the_log_sum_exp_of_16_bits_is_as_exact_as_in_float32(
+    dtype: torch.dtype, engine: Any
+) -> None:
     query, key, value = (torch.randn(2, 2, 100, 64).to(dtype) for _ in range(3))
     _, lse = flex_attention(query, key, value, return_lse=True)
     exact = (query.double() @ key.double().mT / 8).logsumexp(-1)
@@ -560,7 +564,7 @@ def test_errors(error: type[Exception], message: str, options: dict[str, Any]) -
         flex_attention(**given)
 
 
-def test_results_are_those_of_pytorchs_signature() -> None:
+def test_results_match_the_signature_of_pytorch() -> None:
     aux = pytest.importorskip("torch.nn.attention.flex_attention")
     x, mod = operands(6, 6, 6), (lambda s, b, h, q, k: s * 2)
     out, lse = flex_attention(*x, mod, None, None, False, True, {"BLOCK_M": 64})

@@ -239,7 +239,7 @@ def test_a_fully_masked_row(
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("tensor", ["key", "value"])
 @pytest.mark.parametrize("q_len", [2, 9, 150])
-def test_a_bad_key_or_value_reaches_only_queries_that_see_it(
+def test_a_nonfinite_key_or_value_affects_only_queries_that_see_it(
     any_backend: ModuleType, dtype: torch.dtype, bad: float, tensor: str, q_len: int
 ) -> None:
     """Under a causal mask, so that the bad one stands among keys that are seen."""

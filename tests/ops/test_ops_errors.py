@@ -146,7 +146,7 @@ def _refused(monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: Any) -> Exce
 
 
 @pytest.mark.parametrize("name", PYTORCH_ERRORS)
-def test_pytorchs_errors_are_raised_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_calls_equal_pytorchs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, options, message = PYTORCH_ERRORS[name]
     with pytest.raises(Exception) as expected:
         stock(*make(), **options)

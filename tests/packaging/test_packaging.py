@@ -395,7 +395,7 @@ def modules_of(folder: Path) -> dict[str, dict[str, object]]:
 
 
 @pytest.mark.complete
-def test_without_nvcc_cuda_is_left_out_in_silence(small_source: Path) -> None:
+def test_without_nvcc_cuda_is_left_out_without_a_warning(small_source: Path) -> None:
     path = f"{small_source}:/usr/bin:/bin"
     missing = {"CUDA_HOME": "/nowhere", "FASTATTN_CUDA": "1", "FASTATTN_REQUIRE_NATIVE": "1"}
     done = build(small_source, PATH=path, **missing)
