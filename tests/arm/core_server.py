@@ -122,6 +122,7 @@ def places(shape, strides):
 
 
 def empty(shape, dtype, device="cpu"):
+    """A new tensor, filled with zeros."""
     strides = tuple(math.prod(shape[n + 1 :]) for n in range(len(shape)))
     memory = Region(0, bytes(math.prod(shape) * BYTES[dtype]))
     return Tensor(dtype, tuple(shape), strides, memory, memory.address)
@@ -171,6 +172,7 @@ def torch_for_the_core():
 
 
 def returned(value):
+    """A result as it is sent back."""
     if isinstance(value, tuple):
         return ("tuple", *(returned(item) for item in value))
     return value.sent() if isinstance(value, Tensor) else value

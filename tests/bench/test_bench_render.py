@@ -40,6 +40,7 @@ def two_lengths(scale: float = 1.0, lengths: tuple[int, ...] = (16, 32)) -> Resu
 
 
 def saved(result: Result, path: Path) -> Path:
+    """Write a result to a file."""
     results.save_json(result, summary.summarise(result), path)
     return path
 

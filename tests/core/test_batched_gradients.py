@@ -51,6 +51,7 @@ def _strict() -> Iterator[None]:
 
 
 def results_of(function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The results that have a gradient."""
     found = function(*inputs)
     return [y for y in (found if isinstance(found, tuple) else (found,)) if y.requires_grad]
 

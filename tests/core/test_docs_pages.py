@@ -33,6 +33,7 @@ def normal(*shape: int) -> Tensor:
 
 
 def given(prefix: str, *shapes: tuple[int, ...]) -> dict[str, Any]:
+    """Random tensors with the given names."""
     return {name: normal(*shape) for name, shape in zip(prefix.split(), shapes, strict=True)}
 
 
@@ -75,6 +76,7 @@ def transformer() -> dict[str, Any]:
 
 
 def babi() -> dict[str, Any]:
+    """Stories and questions as tokens."""
     tokens = torch.randint(1, 175, (2, 10, 6), generator=torch.Generator().manual_seed(0))
     return {"stories": tokens, "questions": tokens[:, 0]}
 

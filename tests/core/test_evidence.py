@@ -54,6 +54,7 @@ EVERY = {
 
 
 def order(dtype: torch.dtype, queries: int = 64, op: str = ATTENTION) -> tuple[str, ...]:
+    """The backends that would run a call on the CPU, in order."""
     return dispatch._order("cpu", op, (torch.empty(1, 1, queries, 8, dtype=dtype),))
 
 
@@ -361,6 +362,7 @@ def test_info_and_explain_name_choice_and_evidence() -> None:
 
 @pytest.fixture
 def restored(native: Any) -> Iterator[Any]:
+    """Reset the instruction set after a test."""
     before = native.build_info()["isa"]
     yield native
     native.set_isa(before)

@@ -238,10 +238,12 @@ def test_masks_whose_numbers_enter_the_graph(backend: str) -> None:
 
 
 def packed(*starts: int) -> tuple[Tensor, ...]:
+    """Packed rows and where the sequences begin."""
     return normal(starts[-1], 2, 8), torch.tensor(starts)
 
 
 def cached(q_len: int) -> tuple[Tensor, ...]:
+    """Queries, a cache and its lengths."""
     return normal(2, 2, q_len, 8), normal(2, 2, 16, 8), torch.tensor([5, 7])
 
 

@@ -37,6 +37,7 @@ PLAIN = AttentionBackwardOptions(scale=0.25)
 
 
 def qkv(q_len: int = 20, k_len: int = 20, width: int = 16, **options: Any) -> list[Tensor]:
+    """Random queries, keys and values in bfloat16."""
     dtype = options.pop("dtype", torch.bfloat16)
     return [torch.randn(2, 4, n, width).to(dtype).requires_grad_(**options) if options else
             torch.randn(2, 4, n, width).to(dtype) for n in (q_len, k_len, k_len)]  # fmt: skip

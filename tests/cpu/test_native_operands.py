@@ -44,6 +44,7 @@ def decoded(entries: bool = False, **options: Any) -> None:
 
 
 def local() -> Case:
+    """Luong attention within windows."""
     positions, padding = torch.tensor([[0.3, 4.6, 5.2], [7.7, 2.1, 1.4]]), ~lower(2, 6)
     options = {"positions": positions, "key_padding_mask": padding, "need_weights": True}
     return luong(window="local-p", D=2, dropout_p=0.5, **options)

@@ -19,12 +19,14 @@ attention = fastattn.scaled_dot_product_attention
 
 
 def by_the_general_path(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Any:
+    """Run without plans, so on the general path."""
     with monkeypatch.context() as patch, fastattn.use_backend("cpu"):
         patch.setattr("fastattn.call.may_plan", lambda: False)
         return run()
 
 
 def heads(*sizes: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Random queries, keys and values."""
     generator = torch.Generator().manual_seed(sum(sizes))
     return [torch.randn(sizes, generator=generator).to(dtype) for _ in range(3)]
 

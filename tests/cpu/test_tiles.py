@@ -48,6 +48,7 @@ def random_halves(rng: Any, bits: int, shape: tuple[int, ...], low: int, high: i
 
 
 def random_f32(rng: Any, shape: tuple[int, ...], low: int, high: int) -> Any:
+    """Random float32 with exponents from `low` to `high`."""
     exponent = rng.integers(low, high + 1, shape)
     bits = rng.integers(0, 2, shape) << 31 | exponent << 23 | rng.integers(0, 1 << 23, shape)
     return bits.astype(np.uint32).view(np.float32)
@@ -90,10 +91,12 @@ def operands(of: str, kind: str, count: int) -> tuple[Any, Any, Any]:
 
 
 def flushed(x: Any) -> Any:
+    """Numbers with subnormals replaced by zero."""
     return np.where(np.abs(x) < np.float32(2**-126), np.copysign(np.float32(0), x), x)
 
 
 def widened(of: str, bits: Any) -> Any:
+    """16-bit numbers as the tiles read them."""
     if of == "f16":
         return bits.view(np.float16).astype(np.float32)
     return flushed((bits.astype(np.uint32) << 16).view(np.float32))
@@ -241,6 +244,7 @@ def parts_of(x: Any, count: int) -> list[Any]:
 
 
 def as_floats(bits: Any) -> Any:
+    """Floats from the bits of bf16."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 

@@ -72,6 +72,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def floats(words: Tensor) -> Tensor:
+    """The floats with the given bits."""
     return words.to(torch.int32).view(torch.float32)
 
 
@@ -151,6 +152,7 @@ def halves(words: Tensor) -> Tensor:
 
 
 def packed(elements: Tensor) -> Tensor:
+    """Pairs of 16 bits as words, the first one low."""
     return elements[..., 0] | elements[..., 1] << 16
 
 

@@ -80,6 +80,7 @@ REFUSED = {
 
 
 def check_refused(group: Group) -> None:
+    """Each refused call must raise its error on every rank."""
     for found in group:
         for name, message in REFUSED.items():
             assert found[name].startswith(message), found[name]

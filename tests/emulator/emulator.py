@@ -63,6 +63,7 @@ def _python_flags() -> list[str]:
 
 
 def _emulator() -> Iterable[Unit]:
+    """The sources of the emulator itself."""
     for source in sorted(HERE.glob("*.cpp")):
         yield source, source.stem, ["-O2"]
 
@@ -91,6 +92,7 @@ def _kernels(csrc: Path) -> Iterable[Unit]:
 
 
 def _run(command: list[str]) -> None:
+    """Run a command, or raise its output as an error."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise CannotBuild(f"{shlex.join(command)}\n{done.stderr[-3000:]}")
@@ -119,6 +121,7 @@ def _compile(unit: Unit, folder: Path, extra: Flags) -> Path:
 
 
 def _link(library: Path, objects: Iterable[Path], extra: Flags) -> None:
+    """Link a library under another name, and put it in place at once."""
     linked = f"{library}.new"
     _run([*compiler(), *extra, "-shared", *map(str, objects), "-o", linked])
     os.replace(linked, library)

@@ -71,6 +71,7 @@ def started(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def losses(output: str) -> list[float]:
+    """The losses that an example printed."""
     return [float(x) for x in re.findall(r"loss (\S+)", output)]
 
 

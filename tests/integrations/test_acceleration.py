@@ -37,6 +37,7 @@ def nothing_stays_active() -> Iterator[None]:
 
 
 def as_heads(x: Tensor) -> Tensor:
+    """Split the last dimension into two heads."""
     return x.unflatten(-1, (2, -1)).transpose(1, 2)
 
 
@@ -95,6 +96,8 @@ class HasAProcessor(Base):
 
 
 def calling(function: Any) -> Any:
+    """A function of one tensor that calls another one with it three times."""
+
     def call(x: Tensor) -> Tensor:
         return function(x, x, x)
 
@@ -239,6 +242,7 @@ def test_a_subclass_with_a_forward_of_its_own() -> None:
 
 
 def on_heads(*tensors: Tensor) -> Tensor:
+    """Attention of two heads."""
     return F.scaled_dot_product_attention(*map(as_heads, tensors)).transpose(1, 2).flatten(2)
 
 

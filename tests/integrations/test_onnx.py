@@ -103,6 +103,7 @@ def check(
 
 
 def heads(queries: int, keys: int, kv_heads: int = 4, batch: int = 2) -> Inputs:
+    """Random queries, keys and values."""
     key, value = torch.randn(2, batch, kv_heads, keys, 8)
     return torch.randn(batch, 4, queries, 8), key, value
 

@@ -16,6 +16,7 @@ from fastattn.integrations.transformers._patterns import Pattern  # noqa: E402
 
 
 def query_key_value() -> tuple[Tensor, Tensor, Tensor]:
+    """Random queries, keys and values."""
     g = torch.Generator().manual_seed(0)
     return torch.randn(3, 2, 4, 6, 8, generator=g).unbind()  # three times [B, H, L, D]
 
@@ -112,6 +113,7 @@ def test_block_indices_name_blocks_of_keys_for_groups_of_heads() -> None:
 
 
 def gpt2():  # type: ignore[no-untyped-def]
+    """The class, configuration and inputs of a small GPT-2."""
     config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64)
     return transformers.GPT2Model, config, {"input_ids": torch.arange(3, 15).view(2, 6)}
 

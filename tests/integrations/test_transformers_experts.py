@@ -34,6 +34,7 @@ def model_of(name: str) -> Any:
 
 
 def experts_of(model: nn.Module) -> list[Any]:
+    """The modules of experts in a model."""
     return [module for module in model.modules() if hasattr(module, "is_transposed")]
 
 

@@ -30,6 +30,7 @@ TEXT, PADDED = {"input_ids": IDS}, {"input_ids": IDS, "attention_mask": KEPT.lon
 
 
 def text(name: str, **sizes: Any) -> nn.Module:
+    """A small text model of the given architecture."""
     config = getattr(transformers, f"{name}Config")(vocab_size=99, **sizes)
     model: nn.Module = getattr(transformers, f"{name}Model")(config)
     return model.eval()
@@ -83,12 +84,14 @@ def calls() -> Iterator[list[int]]:
 
 
 def last(model: nn.Module, given: dict[str, Tensor], **more: Any) -> Tensor:
+    """The last hidden state."""
     with torch.no_grad():
         out: Tensor = model(**given, **more).last_hidden_state
     return out
 
 
 def close(got: Tensor, want: Tensor, kept: Tensor | None = None) -> None:
+    """Compare two hidden states, only where `kept` is True."""
     if kept is not None:
         got, want = got[kept], want[kept]
     assert torch.allclose(got, want, atol=1e-5, rtol=1e-4)
@@ -171,6 +174,7 @@ def replaced(part: str, **attributes: Any) -> Any:
 
 
 def hooked(part: str) -> Any:
+    """A change of a model: a hook at one of its parts."""
     return lambda model: model.get_submodule(part).register_forward_pre_hook(lambda _, x: x).remove
 
 

@@ -28,6 +28,7 @@ POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [4, 5, 0, 1, 2, 3, 0, 7]])
 
 
 def _packed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A mask function within packed sequences."""
     return hf.packed_sequence_compatibility_function(function, POSITIONS, SEGMENTS)
 
 

@@ -146,11 +146,13 @@ def test_outputs_and_gradients_equal_stock(name: str, monkeypatch: pytest.Monkey
 
 
 def transcribed(model: Any) -> Any:
+    """The tokens that a speech model generates."""
     out: Any = model.generate(SPECTRUM["input_features"].double(), FRAMES.long())
     return out if isinstance(out, Tensor) else out.sequences
 
 
 def segmented(model: nn.Module) -> Tensor:
+    """The masks that an image model predicts for points."""
     points = torch.tensor([[[[20.0, 30.0]]], [[[50.0, 10.0]]]]).double()
     return model(pixel_values=IMAGE["pixel_values"].double(), input_points=points).pred_masks > 0
 

@@ -177,6 +177,7 @@ class TalkingHeads(nn.Module):
 
 
 def prepare_mixed(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A model with attention that is served and attention that is not."""
     torch.manual_seed(0)
     return {"model": Mixed(), "inputs": torch.randn(2, 5, 16)}
 

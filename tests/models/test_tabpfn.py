@@ -37,6 +37,7 @@ def register() -> Any:
 
 
 def registry() -> Any:
+    """TabPFN's registry of attention functions."""
     return library("tabpfn.architectures.shared.attention_backends")
 
 
@@ -106,6 +107,7 @@ def native() -> Iterator[mock.Mock]:
 
 
 def cells(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random embeddings of cells."""
     return torch.randn(*shape, 192, generator=torch.Generator().manual_seed(2)).to(dtype)
 
 

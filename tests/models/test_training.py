@@ -26,6 +26,7 @@ Example = tuple[nn.Module, dict[str, Any]]
 
 
 def of_images(model: nn.Module, size: int) -> Example:
+    """The model and two random images."""
     return Adapted(model, lambda model, x: model(x)), {"x": draw(2, 3, size, size)}
 
 
@@ -39,11 +40,13 @@ def of_timm(name: str) -> Example:
 
 
 def open_clip() -> Example:
+    """A small CLIP model with images and texts."""
     inputs = {"image": draw(2, 3, 32, 32), "text": torch.tensor([[1, 2, 3, 4, 19, 0]] * 2)}
     return Adapted(open_clip_model(), lambda model, **inputs: model(**inputs)[:2]), inputs
 
 
 def whisper() -> Example:
+    """A small Whisper model with spectrograms and tokens."""
     inputs = {"mel": draw(2, 4, 10), "tokens": torch.tensor([[3, 1, 4, 1, 5, 9]] * 2)}
     return Adapted(whisper_model(), lambda model, **inputs: model(**inputs)), inputs
 

@@ -41,6 +41,7 @@ def model() -> nn.Sequential:
 
 
 def restored(module: nn.Module) -> None:
+    """Restore every part of a module by itself."""
     for part in module.modules():
         restore(part)
 

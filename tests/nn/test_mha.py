@@ -188,6 +188,7 @@ def run(
 
 
 def cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A floating tensor in a dtype; masks stay boolean."""
     return x if x is None or x.dtype == torch.bool else x.to(dtype)
 
 

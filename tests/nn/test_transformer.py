@@ -32,6 +32,7 @@ PADDING = torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [False] * 3 + [Tr
 
 
 def draw(*shape: int) -> Tensor:
+    """Random numbers in float64."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), **DOUBLE)
 
 
@@ -60,6 +61,7 @@ def pair(make: Callable[[Any], nn.Module]) -> tuple[nn.Module, nn.Module]:
 
 
 def stacks(library: Any, **options: Any) -> nn.Module:
+    """A Transformer of two layers of fastattn.nn or torch.nn."""
     given = {"dropout": 0.0, "batch_first": True, **DOUBLE, **options}
     return library.Transformer(E, H, 2, 2, FEED, **given)
 

@@ -21,6 +21,7 @@ TGT = torch.tensor([[1, 5, 6, 7], [1, 8, 9, 0], [1, 3, 0, 0]])
 
 
 def small(**options: Any) -> Any:
+    """A Transformer of two layers for tokens."""
     torch.manual_seed(1)
     given = {"dropout": 0.0, "batch_first": True, "vocab_size": V, **DOUBLE, **options}
     return Transformer(E, H, 2, 2, FEED, **given)

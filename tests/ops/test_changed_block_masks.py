@@ -25,6 +25,7 @@ def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def by_global(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """A causal mask_mod that reads a global variable."""
     return q + shift >= k
 
 
@@ -48,6 +49,7 @@ def partly(mask_mod: Any) -> Any:
 
 
 def pairs(mask_mod: Any, q_len: int = LQ) -> Tensor:
+    """All pairs of a mask_mod, as a tensor."""
     none = torch.zeros((), dtype=torch.int64)
     visible: Tensor = mask_mod(none, none, torch.arange(q_len)[:, None], torch.arange(LK))
     return visible.expand(q_len, LK).clone()
@@ -93,27 +95,32 @@ def in_a_cell() -> tuple[Any, Callable[[], Any]]:
 
 
 def in_a_tensor() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod that reads a tensor, and what changes it."""
     by = torch.tensor(0)
     return shifted(by), lambda: by.fill_(100)
 
 
 def in_memory_of_numpy() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod that reads memory of NumPy, and what changes it."""
     memory = np.zeros((), dtype=np.int64)  # a write changes no version of the tensor
     return shifted(torch.from_numpy(memory)), lambda: memory.fill(100)
 
 
 def in_another_function() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod within another one, and what changes it."""
     inner, change = in_a_cell()
     return and_masks(inner, lambda b, h, q, k: k < 150), change
 
 
 def in_a_list() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod that reads an item of a list, and what changes it."""
     by = [torch.tensor(0)]
     mask_mod = lambda b, h, q, k: q + by[0] >= k  # noqa: E731
     return mask_mod, lambda: by.__setitem__(0, torch.tensor(100))
 
 
 def in_an_object() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod that reads an attribute of an object, and what changes it."""
     owner = SimpleNamespace(by=0)
     return lambda b, h, q, k: q + owner.by >= k, lambda: setattr(owner, "by", 100)
 
@@ -132,6 +139,7 @@ def in_a_callable() -> tuple[Any, Callable[[], Any]]:
 
 
 def in_a_method() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod that is a method, and what changes it."""
     mask_mod, change = in_a_callable()
     return mask_mod.__call__, change
 
@@ -174,6 +182,7 @@ def in_the_code() -> tuple[Any, Callable[[], Any]]:
 
 
 def in_a_global() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod that reads a global variable, and what changes it."""
     globals()["shift"] = 0
     return by_global, lambda: globals().update(shift=100)
 

@@ -233,6 +233,7 @@ def results_in(
 
 
 def assert_close_in(dtype: torch.dtype, ours: list[Tensor], want: list[Tensor]) -> None:
+    """Finite results, equal up to the rounding of the dtype."""
     for x, y in zip(ours, want, strict=True):
         assert y.isfinite().all()
         torch.testing.assert_close(x, y, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])

@@ -25,6 +25,7 @@ INF = float("inf")
 
 
 def partial(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Attention over some keys: the output and the log-sum-exp."""
     return scaled_dot_product_attention(q, k, v, mask, return_lse=True)
 
 
@@ -46,6 +47,7 @@ def with_gradients(
 
 
 def exactly(leaves: list[Tensor]) -> list[Tensor]:
+    """The leaves in float64."""
     return [x.detach().double().requires_grad_() for x in leaves]
 
 

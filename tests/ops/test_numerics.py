@@ -52,6 +52,7 @@ def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 
 def is_on_tiles(backend: ModuleType) -> bool:
+    """Whether the kernels of this backend run on tiles."""
     isa = importlib.import_module("fastattn._cpu").build_info()["isa"] if NATIVE else ""
     return backend.__name__ == "fastattn.backends.cpu" and isa.startswith("amx")
 
@@ -92,6 +93,7 @@ WAYS = {
 
 
 def with_all_gradients(case: Case) -> Case:
+    """The case with gradients of all results."""
     names = ("out", "lse", "weights") if case.weights else ("out", "lse")
     return replace(case, grads=names)
 

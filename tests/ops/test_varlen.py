@@ -117,6 +117,7 @@ def test_the_kernel_checks_operands_of_compiled_code() -> None:
 
 
 def rows() -> list[Tensor]:
+    """Random packed queries, keys and values."""
     draw = torch.Generator().manual_seed(0)
     shapes = ((5, 2, 3), (9, 1, 3), (9, 1, 2))
     return [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]

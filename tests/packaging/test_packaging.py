@@ -390,6 +390,7 @@ def cuda_source(tmp_path: Path) -> Path:
 
 
 def modules_of(folder: Path) -> dict[str, dict[str, object]]:
+    """The records of all modules in a build's `_build.json`."""
     found: dict[str, dict[str, object]] = json.loads((folder / "fastattn/_build.json").read_text())
     return found["modules"]  # type: ignore[return-value]
 

@@ -45,6 +45,7 @@ class Called(nn.Module):
 
 
 def mha(*sizes: tuple[int, ...], options: dict[str, Any] | None = None, **more: Any) -> Case:
+    """Attention of tensors of the given sizes."""
     module = fastattn.MultiheadAttention(4, 2, batch_first=True, **(options or {}))
     return of_module(module, *(rand(*size) for size in sizes), **more)
 

@@ -39,6 +39,7 @@ def bench(*arguments: str) -> int:
 
 
 def cell_of(op: str, shape: str, **options: str) -> Cell:
+    """A cell of the benchmark, by operator and shape."""
     return Cell(op, parse_shapes(shape, ops.get(op).SIZES)[0], **options)
 
 

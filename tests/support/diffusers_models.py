@@ -24,6 +24,7 @@ PADDED = torch.tensor([[1, 1, 1], [1, 1, 0]])
 
 
 def made(name: str, sizes: Sizes, **inputs: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """A model of diffusers with its inputs."""
     return getattr(library("diffusers"), name)(**sizes), inputs
 
 

@@ -21,6 +21,7 @@ from fastattn.testing.judge import EXTENDED
 
 
 def _primitive(inputs: Operands) -> Results:
+    """A primitive in extended precision."""
     found: Results = replace(inputs.cleaned(), grads={}).results(naive)
     return found
 
@@ -35,6 +36,7 @@ def _encoding(inputs: Call) -> Results:
 
 
 def _hopfield(inputs: Call) -> Results:
+    """Hopfield retrieval in extended precision."""
     call = inputs.cleaned(double)
     out = naive.hopfield_retrieve(*call.tensors.values(), inputs.options["update_steps_max"])
     return {"out": out}

@@ -108,4 +108,5 @@ def copy_source(folder: Path) -> Path:
 
 
 def symbols(*arguments: str | Path) -> list[str]:
+    """The symbols of a library, by nm."""
     return run(["nm", "-C", *arguments], ROOT).stdout.splitlines()

@@ -39,6 +39,7 @@ def qkv(
 
 
 def growing(call: Call, caches: tuple[str, ...], lengths: Iterable[int]) -> list[Call]:
+    """The call with caches of several lengths."""
     return [call | {name: call[name][:, :, :n] for name in caches} for n in lengths]
 
 
@@ -181,6 +182,7 @@ CACHES, SCALES = ("key_cache", "value_cache"), ("key_scales", "value_scales")
 
 
 def cached(rows: int = 16) -> Call:
+    """A query and a cache."""
     return {"query": torch.randn(2, 4, 1, 8)} | {n: torch.randn(2, 2, rows, 8) for n in CACHES}
 
 
@@ -191,12 +193,14 @@ def appended(call: Call) -> Call:
 
 
 def transposed(call: Call) -> Call:
+    """The call in the layout [B, N, H, D]."""
     names = ("query", *CACHES, "key", "value")
     memory = {n: call[n].transpose(1, 2) for n in names if n in call}
     return {**call, **memory, "layout": "bnhd"}
 
 
 def extended(rows: int) -> Call:
+    """A cache of some rows that is appended to."""
     return cached(rows) | appended({})
 
 

@@ -19,6 +19,7 @@ HERE = [target.isa for target in targets(emulated=True)]
 
 
 def on(isa: str) -> Any:
+    """An instruction set as a parameter, skipped where it cannot run."""
     reason = "needs AVX2" if isa == EMULATED else "needs AMX"
     return pytest.param(isa, marks=pytest.mark.skipif(isa not in HERE, reason=reason), id=isa)
 

@@ -129,6 +129,7 @@ def params(*wanted: str, quick: Collection[str] | None = None) -> list[Any]:
 
 
 def decoder(name: str, config: dict[str, Any], **options: Any) -> Entry:
+    """An entry for a model that generates text; packed sequences are tested too."""
     return Entry(name, config, **{"packed": ("position_ids", "cu_seq_lens", "both")} | options)
 
 

@@ -114,6 +114,7 @@ def tensors(result: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def outputs(model: nn.Module, inputs: dict[str, Any]) -> Results:
+    """The outputs in float64."""
     with InDouble(), torch.no_grad():
         return dict(tensors(model(**inputs)))
 

@@ -32,6 +32,7 @@ def _rounded(x: Any) -> Any:
 
 
 def _handle(x: Any, dtype: Any) -> Any:
+    """Numbers as a tensor of the interpreter, which holds bfloat16 as bits."""
     data = _rounded(x) if dtype == tl.bfloat16 else x.astype(interpreter._get_np_dtype(dtype))
     return interpreter.TensorHandle(data, dtype)
 
@@ -43,6 +44,7 @@ def _dot(builder: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
 
 
 def _cast(original: Any, builder: Any, source: Any, target: Any) -> Any:
+    """A conversion from or to bfloat16, by way of float32."""
     if tl.bfloat16 in (source.dtype.scalar, target.scalar):
         return _handle(_values(source), target.scalar)
     return original(builder, source, target)
