@@ -64,7 +64,7 @@ class Tracer(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Record operations on recorders; run all others, and note whether the trace still holds."""
+        """Record operations on recorders; run all others, and note if the trace may be kept."""
         kwargs = kwargs or {}
         flat = [x for arg in (*args, *kwargs.values())
                 for x in (arg if isinstance(arg, (tuple, list)) else (arg,))]  # fmt: skip

@@ -107,8 +107,8 @@ class TileGradients {
     return (2 * column * kRows + row) * kTiles<GradFormat>;
   }
 
-  // Takes what is known of queries [i0, i1) of a head. True if all their weights are
-  // 2^(exponent S - lse).
+  // Reads the row scales and delta of queries [i0, i1) of a head; rows past the end get weight 0.
+  // True if the weights of all queries are 2^(exponent S - lse).
   bool take_rows(Buffers& f, int64_t b, int64_t h, int64_t i0, int64_t i1,
                  const PreparedRows<T>& prepared) const {
     const int64_t row = (b * p.Hq + h) * p.Lq;
