@@ -126,9 +126,9 @@ class AdditiveRows {
     f.limit = small ? kFactoredLimit<T> - top : -kInf<T>;
   }
 
-  // Stages f of `rows` rows, then of zero rows up to `to`, which the tiles read, as panels:
-  // dst[a / lanes][row][a % lanes]
-  // Returns the largest magnitude of an element, or inf if one is not finite.
+  // Writes f(x) of `rows` rows as panels, dst[a / lanes][row][a % lanes]; the rows from there up to
+  // `to`, which the tiles read too, are f(0). Returns the largest magnitude of an element, or inf if
+  // one is not finite.
   template <class F>
   T stage(Source src, const int64_t* stride, int64_t rows, int64_t to, T* dst, F f) const {
     T top = T(0);
@@ -234,8 +234,8 @@ class AdditiveRows {
     for (int64_t i = q.begin; i < q.end; ++i) softmax(f, q, i, range);
   }
 
-  // The last rows may be past the queries and the last columns past the keys. They are computed
-  // from zeros.
+  // The scores of a block of queries and keys [j0, j1), into f.s. The last rows may be past the
+  // queries and the last columns past the keys: they are computed from zeros.
   template <int kQ>
   void scores(Buffers& f, Block q, int64_t j0, int64_t j1) const {
     if (kHasCoarse<T> && coarse) return scores_of<kQ, kHasCoarse<T>>(f, q, j0, j1);

@@ -148,7 +148,7 @@ class ScoreGradients {
   }
 
   // s: S -> dropout(P). ds: dP -> dS, the gradient of scale S; gradients of the biases are added
-  // on the way. For queries [i0, i1) and keys r; `rows` begins with query i0. With sinks and a whole
+  // meanwhile. For queries [i0, i1) and keys r; `rows` begins with query i0. With sinks and a whole
   // tile, `rows` gets the delta and the scale that sink_gradient needs.
   void run(const Buffers& f, int64_t b, int64_t h, int64_t i0, int64_t i1, Range r, Bias<T> bias,
            const PreparedRows<T>& rows) const {
