@@ -115,6 +115,7 @@ inline void expect_middle(const AttentionParams& p) {
              std::to_string(p.relative_bias_size));
 }
 
+// Whether the bias is read at all: without pairs it is not.
 inline bool reads_relative_bias(const AttentionParams& p) {
   return p.relative_bias != nullptr && p.Lq > 0 && p.Lk > 0;
 }

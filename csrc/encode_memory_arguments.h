@@ -28,11 +28,13 @@ struct EncodingCall {
   py::object copies[3];
 };
 
+// Reads the padding index from a record of options.
 inline void read_padding(const Named& from, EncodeMemoryParams& p) {
   using O = EncodeMemoryOptions;
   from.read<&O::has_padding_idx, &O::padding_idx>("padding_idx", p);
 }
 
+// tokens [R, B, N, J].
 inline void read_tokens(EncodeMemoryParams& p, py::handle tokens) {
   const TensorView x = filled("tokens", view_of("tokens", tokens));
   p.R = x.size[0], p.B = x.size[1], p.N = x.size[2], p.J = x.size[3];
@@ -41,6 +43,7 @@ inline void read_tokens(EncodeMemoryParams& p, py::handle tokens) {
   std::copy_n(x.stride, 4, p.token_stride);
 }
 
+// factors [J, D], in the type of the sums.
 inline void read_factors(EncodeMemoryParams& p, EncodingCall& call, py::handle factors) {
   const TensorView x = with_rows("factors", factors, &call.copies[0]);
   expect_sizes("factors", x, accumulator(p.dtype), {p.J, p.D});

@@ -1,3 +1,4 @@
+// function.h describes the functions that are declared there.
 #include "function.h"
 
 #include <algorithm>
@@ -7,6 +8,7 @@
 namespace fastattn {
 namespace {
 
+// The names of a list "a, b, c".
 std::vector<std::string> split(const std::string& names) {
   std::vector<std::string> found;
   for (size_t begin = 0; begin < names.size();) {

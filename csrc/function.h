@@ -41,6 +41,7 @@ void define(py::module_& m, const char* name, const char* tensors, size_t taken,
             NativeCall call);
 void raise_caught();  // in a handler: the C++ exception as one of Python
 
+// An argument that is passed by name, as a bool, an integer or any type that pybind11 casts.
 template <class T>
 T converted(PyObject* value) {
   if constexpr (std::is_same_v<T, bool>)
@@ -59,6 +60,8 @@ template <class Result, class Tensors, class... Named, Result (*f)(const Tensors
 struct Bound<f> {
   static constexpr size_t kTensors = sizeof(Tensors) / sizeof(py::handle);
 
+  // The C function that Python calls: places the arguments, runs f, and turns C++ errors into
+  // Python ones.
   static PyObject* call(PyObject* self, PyObject* const* given, Py_ssize_t count, PyObject* named) {
     try {
       PyObject* values[kTensors + sizeof...(Named)];

@@ -58,7 +58,8 @@ struct HopCall {
   py::object copies[5];
 };
 
-// [B|1, N, D], or [B|1, slots, N, D] with one for each hop.
+// Reads a memory [B|1, N, D], or a stack [B|1, slots, N, D] with one memory for each hop. A shared
+// memory gets the batch stride 0. If the columns are not contiguous, `copy` owns a copy.
 inline TensorView read_memory(const char* name, py::handle from, int64_t slots,
                               const MemoryHopsParams& p, py::object* copy) {
   TensorView x = with_rows(name, from, copy);
@@ -68,7 +69,7 @@ inline TensorView read_memory(const char* name, py::handle from, int64_t slots,
   return x;
 }
 
-// [D, D], or [K, D, D] with one for each hop.
+// Reads the projection [D, D], or [K, D, D] with one for each hop.
 inline void read_projection(py::handle from, MemoryHopsParams& p, py::object* copy) {
   const TensorView x = with_rows("hop_proj", from, copy);
   expect_sizes("hop_proj", x, p.dtype, {x.rank == 3 ? p.K : kLeftOut, p.D, p.D});
@@ -138,6 +139,7 @@ inline void* read_results(const char* name, py::handle from, DType dtype, int64_
   return x.data;
 }
 
+// Reads what the forward pass returned for the backward pass.
 inline void read_trace_and_stats(MemoryHopsParams& p, HopCall& call, const HopGradTensors& from) {
   const DType wide = accumulator(p.dtype);
   p.trace = read_results("trace", from.trace, wide, 2 * p.K + 1, p.D, p, call, &call.copies[3]);
@@ -226,6 +228,7 @@ inline TensorView read_groups(const char* name, py::handle from, bool needs_rows
   return {x.data, x.dtype, 3, {groups, x.size[2], x.size[3]}, {step, x.stride[2], x.stride[3]}};
 }
 
+// Reads the mask and the bias of a retrieval, which are the same in all steps: [G|1, Q|1, N|1].
 template <class Tensors>
 void read_step_biases(MemoryHopsParams& p, const Tensors& from) {
   const auto read = [&](const char* name, py::handle x, Tensor4* to) {

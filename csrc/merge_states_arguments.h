@@ -26,16 +26,19 @@ inline Tensor4 read_output(const MergeStatesParams& p, const char* name, py::han
   return operand_of(x);
 }
 
+// A log-sum-exp as an operand with one column.
 inline Tensor4 operand_of_lse(const TensorView& x) {
   return {x.data, {x.stride[1], x.stride[2], x.stride[3], 1}};
 }
 
+// Reads a log-sum-exp, [..., L].
 inline Tensor4 read_lse(const MergeStatesParams& p, const char* name, py::handle from) {
   const TensorView x = filled(name, view_of(name, from));
   expect_sizes(name, x, p.lse_dtype, {1, p.B, p.H, p.L});
   return operand_of_lse(x);
 }
 
+// Reads two states: outputs [..., L, D] and their log-sum-exps [..., L].
 template <class Tensors>
 void read_states(MergeStatesParams& p, const Tensors& from) {
   const TensorView out = view_of("out_a", from.out_a), lse = view_of("lse_a", from.lse_a),
@@ -49,6 +52,7 @@ void read_states(MergeStatesParams& p, const Tensors& from) {
   p.out_b = read_output(p, "out_b", from.out_b), p.lse_b = read_lse(p, "lse_b", from.lse_b);
 }
 
+// A new output, shaped like another one.
 inline py::object new_output(py::handle like, Tensor4* to) {
   TensorView made;
   py::object result = new_like(like, &made);
@@ -56,6 +60,7 @@ inline py::object new_output(py::handle like, Tensor4* to) {
   return result;
 }
 
+// A new log-sum-exp, shaped like another one.
 inline py::object new_lse(py::handle like, Tensor4* to) {
   TensorView made;
   py::object result = new_like(like, &made);

@@ -1,3 +1,4 @@
+// operands.h describes the functions that are declared there.
 #include "operands.h"
 
 #include <algorithm>
@@ -12,12 +13,14 @@ namespace {
 // They live as long as the process.
 PyObject *make_rows = nullptr, *sum_to = nullptr, *may_round_factors = nullptr;
 
+// Sizes as text, such as "(2, 3)".
 std::string text_of(const Sizes& sizes) {
   std::string text;
   for (const int64_t size : sizes) text += (text.empty() ? "" : ", ") + std::to_string(size);
   return "(" + text + ")";
 }
 
+// Throws: the tensor `name` must `needed`, and is `got`.
 [[noreturn]] void refuse(const char* name, const std::string& needed, const TensorView& got) {
   throw py::value_error(std::string("fastattn: ") + name + " is not valid: it must " + needed +
                         ", got " + name_of(got.dtype) + " " + text_of(got.sizes()));

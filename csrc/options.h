@@ -67,8 +67,7 @@ class Named {
     });
   }
 
-  // An integer that kernels add to others: larger ones are errors, except in a limit, where they
-  // change nothing.
+  // An integer that kernels add to others, so a larger one is an error.
   template <auto member, class Struct>
   void read_position(const char* name, Struct& to) const {
     read<member>(name, to);
@@ -78,13 +77,14 @@ class Named {
                                   std::to_string(to.*member));
   }
 
+  // An integer that is only compared with positions, so a larger one means the same as the limit.
   template <auto member, class Struct>
   void read_limit(const char* name, Struct& to) const {
     read<member>(name, to);
     to.*member = std::clamp(to.*member, -2 * kFarthest, 2 * kFarthest);
   }
 
-  // A string, one of `choices`; the first is 0.
+  // A string: the member becomes its index in `choices`, as an enumerator of the same number.
   template <auto member, class Struct>
   void read_choice(const char* name, Struct& to, std::initializer_list<const char*> choices) const {
     fill(interned<member>(name), [&](PyObject* value) {
@@ -141,6 +141,7 @@ inline void read_score_options(const Named& from, AttentionOptions& to) {
   from.read<&O::softcap>("softcap", to);
 }
 
+// Reads the options of scaled_dot_product_attention.
 inline void read_attention_options(const Named& from, AttentionOptions& to) {
   using O = AttentionOptions;
   read_score_options(from, to);
@@ -153,6 +154,7 @@ inline void read_attention_options(const Named& from, AttentionOptions& to) {
   from.read_position<&O::first_head>("first_head", to);
 }
 
+// Reads the options of varlen_attention.
 template <class Call>
 void read_varlen_options(const Named& from, AttentionOptions& to, Call& call) {
   read_score_options(from, to);

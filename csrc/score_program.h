@@ -150,6 +150,7 @@ class ScoreProgramReader {
   const int64_t B_, Hq_;
   ScoreProgram& p;
 
+  // The next `count` words; null if there are fewer.
   const int32_t* take(int64_t count) {
     if (count > left_) return nullptr;
     const int32_t* found = at_;
@@ -157,6 +158,7 @@ class ScoreProgramReader {
     return found;
   }
 
+  // Whether a step may refer to this register or number.
   bool is_register(int32_t n) const { return n >= 0 && n < p.registers; }
   bool is_number(int32_t n) const { return n >= 0 && n < count_; }
 

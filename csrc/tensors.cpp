@@ -1,3 +1,4 @@
+// tensors.h describes the functions that are declared there.
 #include "tensors.h"
 
 #if defined(__linux__)
@@ -72,6 +73,7 @@ struct Interface {
 Interface found;
 thread_local int device_index = 0;
 
+// An attribute that lives as long as the process.
 PyObject* attribute(const py::handle& of, const char* name) {
   return py::object(of.attr(name)).release().ptr();
 }
@@ -84,6 +86,7 @@ bool is_true(PyObject* value) {
   return yes;
 }
 
+// The dtype of an exchange record; false if the core does not have it.
 bool read_dtype(const Record& r, DType* to) {
   const auto* const at = std::find_if(kKinds, kKinds + kDTypes, [&](const Kind& kind) {
     return kind.code == r.type_code && kind.bits == r.type_bits;
@@ -92,6 +95,7 @@ bool read_dtype(const Record& r, DType* to) {
   return at != kKinds + kDTypes && r.type_lanes == 1;
 }
 
+// Reads a tensor by DLPack's exchange interface.
 bool read_by_interface(PyObject* from, TensorView* to) {
   Record r;
   if (found.exchange->read(from, &r) != 0) return false;
@@ -116,6 +120,7 @@ int read_integers(const py::object& from, int64_t* to) {
   return count;
 }
 
+// Calls a method; null with Python's error if it fails.
 py::object call(PyObject* of, PyObject* method) {
   return py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(of, method));
 }
@@ -124,6 +129,7 @@ py::object get(PyObject* of, PyObject* name) {
   return py::reinterpret_steal<py::object>(PyObject_GetAttr(of, name));
 }
 
+// Reads a tensor by its Python methods, for versions of PyTorch without the exchange interface.
 bool read_by_methods(PyObject* from, TensorView* to) {
   const py::object dtype = get(from, found.dtype);
   const auto* const at = std::find(found.dtypes, found.dtypes + kDTypes, dtype.ptr());
@@ -139,6 +145,7 @@ bool read_by_methods(PyObject* from, TensorView* to) {
   return !PyErr_Occurred();
 }
 
+// The number of elements.
 int64_t elements(const TensorView& x) {
   int64_t count = 1;
   for (int n = 0; n < x.rank; ++n) count *= x.size[n];
@@ -153,6 +160,7 @@ py::object call_named(PyObject* f, PyObject* const (&arguments)[N], PyObject* na
   return made;
 }
 
+// A tuple of interned names, for calls with keywords.
 template <class... Names>
 PyObject* tuple_of(Names... names) {
   const auto interned = [](const char* name) {
@@ -167,6 +175,7 @@ bool has_memory(const TensorView& x) {
   return reinterpret_cast<uintptr_t>(x.data) >= kLow || elements(x) == 0;
 }
 
+// Reads a tensor; false if it is not strided memory on this module's device.
 bool read(PyObject* from, TensorView* to) {
   const bool read =
       found.exchange != nullptr ? read_by_interface(from, to) : read_by_methods(from, to);

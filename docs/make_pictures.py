@@ -22,6 +22,7 @@ IMAGES = Path(__file__).parent / "images"
 
 
 def main() -> None:
+    """Draw all pictures of the documents."""
     hops = "--recipe single --restarts 3 --epochs 40 --linear-epochs 10 --timed-steps 0"
     babi.main([*hops.split(), "--questions", "1000", "--picture", str(IMAGES / "hops.png")])
     alignment = str(IMAGES / "alignment.png")

@@ -55,6 +55,7 @@ def backends() -> dict[str, Any]:
 
 
 def _constants(file: str, pattern: str) -> list[int]:
+    """The numbers of a constant in a CUDA source."""
     found = re.search(pattern, (CUDA / file).read_text())
     assert found is not None
     return [int(number) for number in found[1].split(",")]
@@ -93,6 +94,8 @@ def _options(dtype: torch.dtype) -> dict[str, dict[str, Any]]:
 
 
 def _dense() -> Iterator[tuple[str, Call]]:
+    """Calls of dense attention, by the option that each has."""
+
     def call(
         more: Callable[[torch.dtype], dict[str, Any]], heads: int = H, width: int = D, out: int = D
     ) -> Call:
@@ -122,6 +125,7 @@ def _dense() -> Iterator[tuple[str, Call]]:
 
 
 def _packed() -> Iterator[tuple[str, Call]]:
+    """Calls with packed sequences."""
     starts = torch.tensor([0, 20, B * L], dtype=torch.int32)
 
     def call(more: Callable[[torch.dtype], dict[str, Any]]) -> Call:
@@ -138,6 +142,7 @@ def _packed() -> Iterator[tuple[str, Call]]:
 
 
 def _terms(dtype: torch.dtype) -> dict[str, Any]:
+    """A relative bias that depends on the content."""
     table = torch.ones(9, H, D, dtype=dtype, requires_grad=True)
     return {"relative_bias": bias.Disentangled(table, table)}
 
@@ -152,6 +157,7 @@ def _for_all_rows(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cached() -> Iterator[tuple[str, Call]]:
+    """Calls with a cache."""
     pages = torch.arange(B * 2, dtype=torch.int32).view(B, 2)
 
     def call(more: Callable[[torch.dtype], dict[str, Any]], paged: bool = False) -> Call:
@@ -181,6 +187,8 @@ def _cached() -> Iterator[tuple[str, Call]]:
 
 
 def _appending(more: dict[str, Any], quantised: torch.dtype | None) -> Call:
+    """A call that appends to a cache."""
+
     def attend(dtype: torch.dtype) -> Any:
         new = torch.ones(B, H, 1, D, dtype=dtype)
         keys, values = (torch.ones(B, H, L, D).to(quantised or dtype) for _ in range(2))
@@ -193,6 +201,7 @@ def _appending(more: dict[str, Any], quantised: torch.dtype | None) -> Call:
 
 
 def _constant(x: Any) -> Any:
+    """A tensor without a gradient."""
     return x.detach() if isinstance(x, Tensor) else x
 
 
@@ -207,6 +216,7 @@ def _call(function: Any, shapes: dict[str, tuple[int, ...]], **options: Any) -> 
 
 
 def _additive() -> Iterator[tuple[str, Call]]:
+    """Calls of additive attention."""
     rows, op = (B, L, D), fastattn.additive_attention
     shapes: dict[str, tuple[int, ...]] = {"query": rows, "key": rows, "value": rows, "v": (D,)}
     yield "no option", _call(op, shapes)
@@ -220,6 +230,7 @@ def _additive() -> Iterator[tuple[str, Call]]:
 
 
 def _luong() -> Iterator[tuple[str, Call]]:
+    """Calls of Luong attention."""
     rows, op = (B, L, D), fastattn.luong_attention
     shapes: dict[str, tuple[int, ...]] = {"query": rows, "key": rows, "value": rows}
     yield "dot, global", _call(op, shapes)
@@ -239,6 +250,7 @@ def _luong() -> Iterator[tuple[str, Call]]:
 
 
 def _hops() -> Iterator[tuple[str, Call]]:
+    """Calls of memory hops."""
     memory, op = (B, L, D), fastattn.memory_hop_attention
     shapes: dict[str, tuple[int, ...]] = {"query": (B, D), "in_memory": memory}
     both = shapes | {"out_memory": memory}
@@ -255,6 +267,7 @@ def _hops() -> Iterator[tuple[str, Call]]:
 
 
 def _hopfield() -> Iterator[tuple[str, Call]]:
+    """Calls of Hopfield retrieval."""
     rows, op = (B, H, L, D), fastattn.hopfield_retrieve
     shapes: dict[str, tuple[int, ...]] = {"state": rows, "stored": rows}
     yield "one step", _call(op, shapes, update_steps_max=1)
@@ -272,6 +285,7 @@ def _hopfield() -> Iterator[tuple[str, Call]]:
 
 
 def _encoded() -> Iterator[tuple[str, Call]]:
+    """Calls of sentence encoding."""
     shapes: dict[str, tuple[int, ...]] = {"weight": (L, D)}
     given = {"tokens": torch.ones(B, L, 8).long()}
     op = fastattn.encode_memory
@@ -283,6 +297,7 @@ def _encoded() -> Iterator[tuple[str, Call]]:
 
 
 def _positions() -> Iterator[tuple[str, Call]]:
+    """Calls of the sinusoidal encoding."""
     shapes: dict[str, tuple[int, ...]] = {"x": (B, L, D)}
     op = fastattn.sinusoidal_encoding
     yield "no option", _call(op, shapes)
@@ -293,6 +308,7 @@ def _positions() -> Iterator[tuple[str, Call]]:
 
 
 def _merge(dtype: torch.dtype) -> Any:
+    """A call that merges two states."""
     rows = (B, H, L, D)
     outs = [torch.ones(rows, dtype=dtype, requires_grad=True) for _ in range(2)]
     wide = torch.promote_types(dtype, torch.float32)

@@ -93,8 +93,10 @@ def show(results: list[Result], column: list[float] | None, source: str) -> None
 
 
 def mean_of(errors: list[float]) -> float:
+    """The mean error, in percent."""
     return sum(errors) / len(errors)
 
 
 def failed(errors: list[float]) -> float:
+    """How many tasks have an error above 5 percent."""
     return float(sum(error > 5 for error in errors))

@@ -35,6 +35,7 @@ class Pair:
 
 
 def words_of(text: str) -> tuple[str, ...]:
+    """The words and punctuation marks of a text, in lower case."""
     return tuple(re.findall(r"[\w']+|[^\w\s]", text.lower()))
 
 
@@ -62,6 +63,7 @@ def parse(lines: Iterable[str], name: str = "<lines>", longest: int = 30) -> lis
 
 
 def read(path: Path, longest: int = 30) -> list[Pair]:
+    """Read pairs of sentences from a file, each of at most `longest` words."""
     with path.open(encoding="utf-8") as lines:
         return parse(lines, str(path), longest)
 

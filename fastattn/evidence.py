@@ -34,14 +34,14 @@ class Gemm(NamedTuple):
     dx: str
     dw: str
     few: int = 0  # "ours" computes y for up to this many rows of x
-    one_from: int = 0  # the least elements of the weight for "ours" with one row
+    min_one_row_weight: int = 0  # the smallest weight, in elements, for "ours" with one row
     least: int = 0  # PyTorch computes y of smaller products
     least_grad: int = 0  # PyTorch computes dx and dw of smaller products
     ours_up_to: int = 0  # "ours" computes y of products up to this size
     small_up_to: int = 0  # the largest attention in one native call, see nn/_small.py
     layer_up_to: int = 0  # the largest rows·E·F of a layer in one call, see nn/_encoder_layer.py
-    fewest: int = 0  # the least number of rows for `few`, besides one row
-    few_from: int = 0  # the least elements of the weight per row, for `few`
+    min_few_rows: int = 0  # the least number of rows for `few`, besides one row
+    min_few_rows_weight: int = 0  # the smallest weight, in elements, for `few`
 
 
 class Row(NamedTuple):
@@ -73,7 +73,7 @@ _BORROWED = "not measured on this processor: what is fastest on an AMD EPYC"
 _UNMEASURED = "not measured on this processor"
 UNVERIFIED = "our kernels are unverified on this GPU; run `fastattn tune`"
 _OURS = Gemm("ours", "ours", "ours", 32, 0, 2**14, 2**14, 0, ANY, ANY)
-_FLOAT16 = _OURS._replace(one_from=ANY)
+_FLOAT16 = _OURS._replace(min_one_row_weight=ANY)
 _AMD_FLOAT32 = Gemm("onednn", "onednn", "torch", 32, 2**21, 2**18, 2**22, 2**25, 2**22, 2**29)
 _AMD_BFLOAT16 = Gemm("onednn", "torch", "torch", 32, 0, 2**14, 0, 2**25, 2**25, 2**31)
 # fmt: off
@@ -96,11 +96,11 @@ ROWS = (
     Row("isa", "", "", "the strongest", _UNMEASURED),
 
     Row("gemm", "cpu amx_bf16", "bfloat16", Gemm("onednn", "onednn", "torch", small_up_to=2**20, layer_up_to=2**20), f"{_PAGE}: oneDNN 970 GFLOP/s, ours 98"),
-    Row("gemm", "cpu Intel -avx512_bf16", "float32", Gemm("torch", "torch", "torch", 32, ANY, 2**24, small_up_to=2**22, layer_up_to=2**26, fewest=8, few_from=2**21), f"{_PAGE}: MKL as fast as oneDNN; ours 1.0 to 1.9 times MKL for 8 to 32 rows"),
+    Row("gemm", "cpu Intel -avx512_bf16", "float32", Gemm("torch", "torch", "torch", 32, ANY, 2**24, small_up_to=2**22, layer_up_to=2**26, min_few_rows=8, min_few_rows_weight=2**21), f"{_PAGE}: MKL as fast as oneDNN; ours 1.0 to 1.9 times MKL for 8 to 32 rows"),
     Row("gemm", "cpu Intel", "float32", Gemm("torch", "torch", "torch", small_up_to=2**22, layer_up_to=2**26), f"{_PAGE}: MKL 161 GFLOP/s, oneDNN 158"),
     Row("gemm", "cpu AMD -avx512_bf16", "bfloat16", _OURS, f"{_PAGE}: ours 147 GFLOP/s, PyTorch 18"),
     Row("gemm", "cpu Intel -avx512_bf16", "bfloat16", _OURS, f"{_PAGE}, on an AMD EPYC: ours 147 GFLOP/s, PyTorch 18"),
-    Row("gemm", "cpu AMD -avx512f", "float32", Gemm("torch", "torch", "torch", 128, ANY, 2**18, small_up_to=2**22, layer_up_to=2**28, fewest=2, few_from=2**17), f"{_PAGE}: MKL 138 GFLOP/s, oneDNN 121; ours 1.0 to 3.9 times MKL for 2 to 128 rows"),
+    Row("gemm", "cpu AMD -avx512f", "float32", Gemm("torch", "torch", "torch", 128, ANY, 2**18, small_up_to=2**22, layer_up_to=2**28, min_few_rows=2, min_few_rows_weight=2**17), f"{_PAGE}: MKL 138 GFLOP/s, oneDNN 121; ours 1.0 to 3.9 times MKL for 2 to 128 rows"),
     Row("gemm", "cpu AMD avx512f family_25", "float32", _AMD_FLOAT32._replace(y="ours", few=128, layer_up_to=ANY), f"{_PAGE}: Zen 4, ours as fast as oneDNN, 1.0 to 1.3 times MKL; whole layers 1.1 to 1.4 times PyTorch"),
     Row("gemm", "cpu AMD", "float32", _AMD_FLOAT32, f"{_PAGE}: oneDNN 101 GFLOP/s, MKL 75"),
     Row("gemm", "cpu AMD", "bfloat16", _AMD_BFLOAT16, f"{_PAGE}: oneDNN and PyTorch 157 to 188 GFLOP/s"),

@@ -38,6 +38,7 @@ sys.path.remove(os.path.dirname(__file__))
 
 
 def pytest_report_header() -> list[str]:
+    """Say which build, processor and PyTorch the tests run on."""
     facts = info.collect()
     library = getattr(sys.modules.get("fastattn._cpu"), "__file__", None)
     isa = facts["isa"]["isa"] if facts["isa"] else "none"
@@ -117,6 +118,7 @@ def same_for_any_threads(threads: Callable[[int], None]) -> Callable[[Callable[[
     """Runs a function with several numbers of threads, and checks that no bit differs."""
 
     def check(run: Callable[[], Any]) -> Any:
+        """Run with several numbers of threads; all results must have the same bits."""
         threads(1)
         want = run()
         for count in (2, 3, 7, 2):
@@ -128,6 +130,7 @@ def same_for_any_threads(threads: Callable[[int], None]) -> Callable[[Callable[[
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of every instruction set; order cases to reuse exact results."""
     for item in items:
         if "target" in getattr(item, "fixturenames", ()):
             item.add_marker("every_isa")

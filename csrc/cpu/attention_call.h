@@ -24,6 +24,7 @@ inline bool reduces(const AttentionParams& p) {
          may_round();
 }
 
+// Reads a mask program into `steps`, to which p then points; None leaves p without one.
 inline void read_mask_program(py::handle program, AttentionParams& p, std::vector<MaskStep>& steps,
                               bool packed = false) {
   if (program.is_none()) return;

@@ -61,10 +61,12 @@ bool heads_decode_on_tiles(int dtype, int64_t heads, int64_t kv_heads, int64_t q
   return decodes_on_tiles(p);
 }
 
+// Whether a decoding call runs on tiles.
 bool runs_on_tiles(const AttentionParams& p, bool masked_or_biased) {
   return heads_decode_on_tiles(static_cast<int>(p.dtype), p.Hq, p.Hkv, p.Lq, masked_or_biased);
 }
 
+// Whether the columns of both caches are contiguous, as the kernels read them.
 bool has_dense_rows(const AttentionParams& p) { return p.k.stride[3] == 1 && p.v.stride[3] == 1; }
 
 // Whether the kernel on vectors is the fastest for up to `most_rows` query rows of a key head.

@@ -43,6 +43,7 @@ struct Sequences {
                      [&](int64_t a, int64_t b) { return length(a) > length(b); });
   }
 
+  // The rows of sequence b.
   int64_t length(int64_t b) const {
     return starts[static_cast<size_t>(b) + 1] - starts[static_cast<size_t>(b)];
   }
@@ -66,6 +67,7 @@ struct EncoderLayer {
   static void expect_of(bool holds, const char* name, const char* what) {
     expect(holds, [&] { return std::string(name) + what; });
   }
+  // A weight [n, k] with dense rows and its bias [n].
   void check_linear(const char* name, const Part& part, int64_t n, int64_t k) const {
     expect_sizes(name, part.weight, dtype, {n, k});
     expect_of(part.weight.stride[1] == 1 || k == 1, name, " must have dense rows");
@@ -77,11 +79,13 @@ struct EncoderLayer {
                   (part.bias.stride[0] == 1 || n == 1),
               name, ": its bias must be dense, of the dtype and rows of the weight");
   }
+  // The weight [E] of a norm, and its bias.
   void check_norm(const char* name, const Part& part) const {
     expect_sizes(name, part.weight, dtype, {E});
     expect_of(part.weight.stride[0] == 1 || E == 1, name, " must be dense");
     check_bias(name, part, E);
   }
+  // Throws if any weight does not fit the sizes of the layer.
   void check() const {
     expect_multiple(H, E, "num_heads");
     check_linear("query weight", query, is_joint() ? 3 * E : E, E);
@@ -104,6 +108,7 @@ struct EncoderLayer {
         });
   }
 
+  // y = f(x W^T + b) for all rows.
   void linear(const void* x, int64_t x_stride, const Part& part, void* y, int64_t y_stride,
               MlpActivation f = MlpActivation::none) const {
     multiply({dtype, threads, rows}, x, x_stride, part, y, y_stride, f);
@@ -115,6 +120,8 @@ struct EncoderLayer {
     normalize({dtype, threads, rows}, E, x, scale, residual, sum, part, eps, rms, to);
   }
 
+  // to = the attention of every sequence; `qkv` has the rows of queries, keys and values side by
+  // side.
   void attend(char* qkv, char* to, double* lse) const {
     const int64_t D = E / H, element = element_bytes(dtype);
     SequencesParams t{};
@@ -148,6 +155,7 @@ struct EncoderLayer {
     return rows * (std::max(3 * E, F) + 2 * E) * element + rows * H * 8 + 64;
   }
 
+  // y = the layer's result for x, both [rows, E]; `memory` has scratch() bytes.
   void run(const void* x, char* memory, void* y) const {
     const int64_t element = element_bytes(dtype), row = E * element;
     char* const qkv = memory;
@@ -267,6 +275,7 @@ struct Encoder {
     return scratch;
   }
 
+  // y = the result of all layers, one after the other.
   void run(const void* x, char* memory, void* y) const {
     for (const EncoderLayer& each : layers) {
       each.run(x, memory, y);
@@ -378,11 +387,13 @@ struct TextCall {
 struct Indices {
   TensorView view{};
 
+  // False if `from` is neither None nor such a tensor.
   bool read(py::handle from, int64_t B, int64_t L) {
     if (from.is_none()) return true;
     if (!read_exact(from, &view) || is_negated(from) || view.rank != 2) return false;
     return (view.size[0] == B || view.size[0] == 1) && view.size[1] == L;
   }
+  // The index of token l of text b.
   template <class T = int64_t>
   T at(int64_t b, int64_t l) const {
     return static_cast<const T*>(
@@ -482,6 +493,7 @@ py::object encode_texts(const TextCall& c, py::handle texts, bool wants_gradient
   return result;
 }
 
+// Adds the plans of encoder layers and of texts to the module.
 void define_encoder_plans(py::module_& m) {
   py::class_<Facts>(m, "Facts")
       .def(py::init<const py::list&, const py::list&>())

@@ -31,6 +31,7 @@ struct Retrieval : MemoryHopsParams, RetrievalCall {
   int64_t queries() const { return B * Q; }
 };
 
+// Runs the steps of a retrieval, as memory hops.
 void take_steps(const Retrieval& p) {
   without_gil([&] { kernels(p.dtype).memory_hops_forward(p); });
 }

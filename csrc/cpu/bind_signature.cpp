@@ -62,6 +62,7 @@ class Signature {
     return put(')');
   }
 
+  // The key so far.
   py::bytes bytes() const { return {text_, length_}; }
 
  private:
@@ -72,6 +73,7 @@ class Signature {
   int64_t sizes_[kMostSizes];
   int count_ = 0;
 
+  // Appends to the key; false if it is full.
   bool put(char c) { return put_bytes(&c, 1); }
 
   // Appends bytes; false if the signature would be too long.

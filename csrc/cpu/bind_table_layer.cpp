@@ -66,6 +66,7 @@ class TableLayer {
     return true;
   }
 
+  // Attention in rows, then attention in columns and the MLP, group by group.
   void run() const {
     const int64_t in_row = 2 * (4 * E * E + 2 * C * E), in_column = 2 * 4 * E * E,
                   after = 6 * E * E;
@@ -103,6 +104,7 @@ class TableLayer {
     char *k, *v;  // [columns, H, N, D]: attention reads dense rows in place
   };
 
+  // Whether the keys and values of the columns come from an earlier call.
   bool is_cached() const { return keys.data != nullptr; }
   int64_t element() const { return element_bytes(dtype); }
   // As many as a task of attention has queries.
@@ -112,11 +114,13 @@ class TableLayer {
     return std::max<int64_t>(1, cells() / std::max<int64_t>(1, R));
   }
 
+  // Whether a weight is [n, k] with dense rows, and its bias fits.
   static bool fits(const Part& part, int64_t n, int64_t k) {
     const TensorView& w = part.weight;
     return w.data != nullptr && w.has_sizes({n, k}) && (w.stride[1] == 1 || k == 1) &&
            fits(part.bias, n);
   }
+  // Whether a vector is [n] and contiguous, or missing.
   static bool fits(const TensorView& row, int64_t n) {
     return row.data == nullptr || (row.has_sizes({n}) && (row.stride[0] == 1 || n == 1));
   }
@@ -153,6 +157,7 @@ class TableLayer {
     });
   }
 
+  // The cell of x in a column [B C] and a row.
   char* at(int64_t column, int64_t row) const {
     return y + (((column / C * R + row) * C + column % C) * E) * element();
   }
@@ -239,6 +244,8 @@ class TableLayer {
     return all + ((cells.c0 - g.begin) * R + cells.r0) * E * element();
   }
 
+  // The attention in columns of a group: the first N rows with all heads, the other rows with the
+  // first head of the keys and values of these N.
   void attend_in_columns(const Group& g) const {
     AttentionParams p{};
     const int64_t sequences = g.end - g.begin, known = is_cached() ? 0 : N, D = E / H;

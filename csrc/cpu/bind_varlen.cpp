@@ -116,6 +116,7 @@ bool has_gaps(const PackedCall& t) {
   return gaps;
 }
 
+// Adds the gradients of sinks by sequences without keys, which no kernel visits.
 void add_sequences_without_keys(PackedCall& t) {
   const AttentionParams& p = t.attention;
   for (int64_t b = 0; b < p.B; ++b) {

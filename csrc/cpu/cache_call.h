@@ -74,6 +74,7 @@ inline CacheRow row_of(const SequencesParams& t, int64_t b, int64_t j) {
   return {t.k_batch == nullptr ? b : t.k_batch[b], j};
 }
 
+// Where the rows of the caches are.
 inline CachePlaces places_of(const SequencesParams& t) {
   return {t.k_lengths, t.k_begins, t.k_batch, t.block_table, t.block_table_stride, t.page_size};
 }

@@ -1,3 +1,4 @@
+// isa.h describes the functions that are declared there.
 #include "isa.h"
 
 #include <algorithm>
@@ -166,6 +167,7 @@ int dtype_named(const std::string& name) {
                               "\" is no dtype; allowed are float32, float64, bfloat16, float16");
 }
 
+// The value of FASTATTN_CPU_ISA, or null.
 const char* forced() {
   const char* name = std::getenv("FASTATTN_CPU_ISA");
   return name != nullptr && *name != '\0' ? name : nullptr;
@@ -206,6 +208,7 @@ std::string strongest_vectors() {
 
 }  // namespace
 
+// All instruction sets that were compiled, whether the processor has them or not.
 std::vector<std::string> compiled_isas() {
   std::vector<std::string> names;
   for (const Entry& e : kEntries) names.emplace_back(e.table->isa);
@@ -236,6 +239,7 @@ std::vector<std::string> emulated_isas() {
   return names;
 }
 
+// Chooses instruction sets, spelled as in FASTATTN_CPU_ISA.
 void set_isa(const std::string& spelled) {
   use(spelled);
   was_set = true;
@@ -256,6 +260,7 @@ std::string current_isa() {
   return spelled;
 }
 
+// Whether tiles have products of a dtype.
 bool multiplies_on_tiles(DType dtype, bool emulated) {
   if (dtype == DType::f16) return emulated || has_feature("amx_fp16");
   return dtype == DType::bf16 || dtype == DType::f32;
@@ -275,6 +280,7 @@ bool set_all_sizes_on_tiles(bool all) { return all_sizes_on_tiles.exchange(all);
 
 bool decodes_on_tiles(const AttentionParams& p) { return on_tiles(p.dtype) && fills_tiles(p); }
 
+// Whether attention of a dtype may run on tiles, with the chosen instruction set.
 bool on_tiles(DType dtype) {
   const std::string isa = kernels(dtype).isa;
   return has_tiles(isa) && multiplies_on_tiles(dtype, is_emulated(isa));

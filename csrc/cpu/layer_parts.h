@@ -6,8 +6,8 @@
 namespace fastattn {
 namespace {
 
-// A linear layer, a norm or the factors of columns: its weight, and its bias; without data, they are
-// missing.
+// The weight and the bias of a linear layer, of a norm, or of the factors of columns. A missing one
+// has no data.
 struct Part {
   TensorView weight, bias;
 };

@@ -22,6 +22,7 @@ const std::vector<Unit>& units() {
   return all;
 }
 
+// FLOP/s of a unit, measured for `seconds`; 0 if the processor does not have it.
 double measure_unit(const Unit& unit, int threads, double seconds) {
   const bool runs = unit.measure != nullptr && has_feature(unit.feature);
   return runs ? unit.measure(threads, seconds) : 0;

@@ -83,6 +83,7 @@ uint64_t xcr0(const Leaf& leaf1) {
   return static_cast<uint64_t>(high) << 32 | low;
 }
 
+// The registers that say which features the processor and the system have.
 FeatureRegisters read_registers() {
   const Leaf leaf1 = cpuid(1), leaf7 = cpuid(7);
   return {leaf1.ecx, leaf7.ebx, leaf7.ecx, leaf7.edx, cpuid(7, 1).eax, xcr0(leaf1)};
@@ -173,6 +174,7 @@ std::string why_no_tiles(const std::string& type, const FeatureRegisters& regist
   return error == 0 ? "" : std::string("Linux refuses the tiles of AMX: ") + std::strerror(error);
 }
 
+// Why this processor cannot use tiles of a type, "" if it can.
 std::string why_no_tiles(const std::string& type) {
   const FeatureRegisters registers = read_registers();
   const bool saved = (registers.xcr0 & kTiles) == kTiles;
@@ -184,6 +186,7 @@ const Processor& processor() {
   return found;
 }
 
+// Whether the processor has a feature, by its name in /proc/cpuinfo.
 bool has_feature(const char* name) {
   const auto& names = processor().features;
   return std::find(names.begin(), names.end(), name) != names.end();

@@ -31,6 +31,7 @@ constexpr double kSerialFlops = 1e6;
 
 bool in_forked_child() { return registered != 0 || forked.load(std::memory_order_relaxed); }
 
+// How many threads compute a call: `wanted`, but not more than tasks, and one for a small call.
 int team_size(int wanted, int64_t tasks, double flops) {
   if (wanted <= 1 || tasks <= 1 || flops < kSerialFlops || omp_in_parallel() || in_forked_child())
     return 1;

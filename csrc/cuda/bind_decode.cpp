@@ -53,6 +53,7 @@ py::tuple decode(const DecodeTensors& x, py::handle options, Stream stream) {
   return py::make_tuple(out, lse);
 }
 
+// append_to_cache: writes new keys and values into the caches, in place.
 py::object append(const AppendTensors& x, py::handle, Stream stream) {
   DecodeCall p{};
   const TensorView k = view_of("key", x.key);

@@ -22,6 +22,7 @@ void set_hops(HopsArguments& p) {
   p.scale_float = static_cast<float>(p.scale);
 }
 
+// Whether a memory is so long that several blocks read it.
 bool is_split(const HopsArguments& p) { return p.N > kHopRowsOfBlock; }
 
 // Allocates partial results if a long memory is split; otherwise one block takes a whole query.
@@ -31,6 +32,7 @@ void split(Hops& p) {
   p.partial_owner = new_floats({p.B * p.Q, p.splits, p.D + 2}, &p.partial);
 }
 
+// Reads a call of memory hops, and divides long memories into splits.
 template <class Tensors>
 void read_hops(Hops& p, py::handle options, const Tensors& from) {
   read_hop_call(p, p, options, from);
@@ -100,6 +102,7 @@ py::tuple hop_gradients(const HopGradTensors& x, py::handle options, Stream stre
   return made;
 }
 
+// Reads a Hopfield retrieval as memory hops over its patterns.
 template <class Tensors>
 void read_patterns(Retrieval& p, py::handle options, const Tensors& from, bool search,
                    int64_t steps) {
@@ -110,6 +113,7 @@ void read_patterns(Retrieval& p, py::handle options, const Tensors& from, bool s
   if (is_split(p)) p.scores_owner = new_floats({p.B, p.Q, 2, p.N}, &p.scores);
 }
 
+// Reads how many steps each query took, [B, Q].
 void read_taken(Retrieval& p, py::handle taken) {
   p.taken = static_cast<int64_t*>(read_flat("taken", taken, kInt64, {p.B, p.Q}, &p.taken_copy));
 }

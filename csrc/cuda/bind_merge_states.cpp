@@ -6,6 +6,7 @@ namespace fastattn {
 namespace cuda {
 namespace {
 
+// The output and the log-sum-exp of two partial results over different keys.
 py::tuple merge(const StateTensors& x, py::handle, Stream stream) {
   MergeStatesParams p{};
   read_states(p, x);
@@ -15,6 +16,7 @@ py::tuple merge(const StateTensors& x, py::handle, Stream stream) {
   return results;
 }
 
+// The gradients of both states.
 py::tuple merge_gradients(const StateGradTensors& x, py::handle, Stream stream) {
   MergeStatesParams p{};
   read_states(p, x);

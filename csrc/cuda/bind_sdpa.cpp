@@ -28,6 +28,7 @@ void read_rest(Call& p, const Tensors& from) {
   set_window(p);
 }
 
+// Reads the tensors and options of a call with one length for all sequences.
 template <class Tensors>
 Call dense_call(py::handle options, const Tensors& from) {
   Call p{};
@@ -38,6 +39,7 @@ Call dense_call(py::handle options, const Tensors& from) {
   return p;
 }
 
+// Reads the tensors and options of a call with packed sequences.
 template <class Tensors>
 Call packed_call(py::handle options, const Tensors& from) {
   Call p{};
@@ -114,11 +116,13 @@ py::tuple forward(uintptr_t stream, Call& p, py::handle query, Layout layout) {
   return py::make_tuple(out, lse, weights);
 }
 
+// scaled_dot_product_attention: out, lse and the weights.
 py::tuple attention(const AttentionTensors& x, py::handle options, Stream stream) {
   Call p = dense_call(options, x);
   return forward(stream, p, x.query, dense);
 }
 
+// varlen_attention: out and lse of packed sequences.
 py::tuple varlen_attention(const PackedTensors& x, py::handle options, Stream stream) {
   Call p = packed_call(options, x);
   const py::tuple results = forward(stream, p, x.query, packed);

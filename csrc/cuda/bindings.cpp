@@ -14,6 +14,8 @@
 namespace fastattn {
 namespace cuda {
 
+// Adds all functions to the module. A number says how many tensors a function takes, if it does not
+// take the optional ones at the end.
 void define_all(py::module_& m) {
   constexpr size_t kAll = SIZE_MAX;
   define_on_stream<&additive_attention>(m, "additive_attention");

@@ -16,6 +16,7 @@ enum class Seen : uint8_t { none, some, all };
 constexpr int kMaskTile = 64;
 static_assert(kMaskPadding % kMaskTile == 0, "kernels read the leaves of whole tiles");
 
+// Tiles of a mask that cover a length.
 FASTATTN_BOTH int64_t mask_tiles_of(int64_t length) { return (length + kMaskTile - 1) / kMaskTile; }
 
 // The number of rows of tiles, over all batch entries and heads. Packed sequences have one head's

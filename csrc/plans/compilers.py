@@ -38,10 +38,12 @@ class Plan:
 
 
 def enabled(name: str) -> bool:
+    """Whether an environment variable is set to something but 0."""
     return os.environ.get(name, "0") not in ("", "0")
 
 
 def words(name: str) -> list[str]:
+    """The words of an environment variable."""
     return shlex.split(os.environ.get(name, ""))
 
 
@@ -58,6 +60,7 @@ def find_compiler() -> list[str]:
 
 
 def first_error(output: str) -> str:
+    """The first line of a compiler's output that is an error."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if "error:" in line.lower()]
     return (errors or lines[-1:] or ["it gave no message"])[0]

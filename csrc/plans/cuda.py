@@ -38,6 +38,7 @@ NOT_INSTALLED = "the CUDA kernels are a package of their own, fastattn-cuda, whi
 
 
 def find_nvcc() -> str:
+    """The CUDA compiler, or an error that says why there is none."""
     wanted = os.environ.get("FASTATTN_CUDA")
     if wanted == "0":
         raise NotWanted("FASTATTN_CUDA=0 was set at installation")

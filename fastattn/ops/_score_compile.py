@@ -9,29 +9,31 @@ from typing import Any, NamedTuple
 
 from fastattn.backends._score_program import FIELDS, HEADER, NAMED, Flag, Op
 
-SCORE, _SEED = 0, 1  # nodes, and their registers: the score, the gradient of the result
-_QUERIES, _KEYS = 1, 2  # bits of a level
+# The first two nodes, and their registers: the score, and the gradient of the result.
+SCORE, _SEED = 0, 1
+# Bits of a level: whether a node differs between queries, between keys.
+_QUERIES, _KEYS = 1, 2
 _LEVELS = {Op.QUERY: _QUERIES, Op.KEY: _KEYS}
 _MOST_REGISTERS, _MOST_STEPS = 128, 1024  # kMostRegisters, kMostSteps in csrc/score_program.h
 
 
 class _Node(NamedTuple):
-    op: Op | None  # None: one of the two above
-    args: tuple[int, ...]
-    numbers: tuple[int, ...]  # that are part of the step, or places of sizes
+    op: Op | None  # None: the score, or the gradient of the result
+    args: tuple[int, ...]  # nodes
+    numbers: tuple[int, ...]  # constants, or places of sizes in the numbers of the call
     level: int
-    late: bool  # of a sum over the tile, so known at its end
+    late: bool  # whether it depends on a sum over the keys, which is known at their end
 
 
 class Gather(NamedTuple):
     """An element of a captured floating tensor."""
 
-    captured: int  # its number among those
+    captured: int  # the index of the tensor
     dims: tuple[int, ...]  # the node of each dimension
 
 
 class Graph:
-    """The nodes of a program, each once, arguments first."""
+    """The nodes of a program. Equal nodes are one, and arguments precede their uses."""
 
     def __init__(self) -> None:
         self.nodes = [_Node(None, (), (), _QUERIES | _KEYS, False)] * 2
@@ -39,7 +41,11 @@ class Graph:
         self.gathers: dict[int, Gather] = {}
 
     def add(self, op: Op, *args: int, numbers: tuple[int, ...] = (), level: int = -1) -> int:
-        """A node; one that does not differ between keys is computed less often."""
+        """Add a node, unless an equal one exists; return its number.
+
+        Sums and quotients are reordered so that more of them do not differ between keys: such
+        nodes are computed once for all keys.
+        """
         if op is Op.DIV and self._hoists(*args):
             op, args = Op.MUL, (args[0], self.add(Op.DIV, self.const(1.0), args[1]))
         elif op is Op.IADD and self._hoists(*args) and self.nodes[args[0]].op is Op.ISUB:
@@ -57,21 +63,29 @@ class Graph:
         return self.known[node]
 
     def _hoists(self, a: int, b: int) -> bool:
-        """Whether b is the same for all pairs, and a is not for all keys."""
+        """Whether b is the same for all pairs, and a differs between keys."""
         return self.nodes[a].level & _KEYS > 0 and self.nodes[b].level == 0
 
     def const(self, number: float) -> int:
+        """The node of a floating constant."""
         return self.add(Op.CONST, numbers=struct.unpack("<ii", struct.pack("<d", number)))
 
     def number_of(self, n: int) -> float:
+        """The value of a floating constant."""
         number: float = struct.unpack("<d", struct.pack("<ii", *self.nodes[n].numbers))[0]
         return number
 
     def integer(self, number: int) -> int:
+        """The node of an integer constant."""
         return self.add(Op.INT, numbers=(number,))
 
     def words(self, value: int, wanted: Collection[int], sizes: int) -> list[int]:
-        """The program up to its numbers; ``wanted``: the tensors that have a gradient."""
+        """Write the program, up to the numbers that each call fills in.
+
+        ``value`` is the node of the result, ``wanted`` are the captured tensors whose gradients are
+        needed, ``sizes`` is how many numbers a call fills in. The layout is in
+        ``backends/_score_program.py``.
+        """
         gradient, scatters = self._derivative(value, wanted)
         flags = Flag.DERIVES if gradient != _SEED or scatters else Flag(0)
         if scatters:
@@ -90,7 +104,10 @@ class Graph:
         return [*header, *steps.levels, *(n for part in sections for step in part for n in step)]
 
     def own(self, op: Op, wanted: Collection[int], tensors: Sequence[Any]) -> int:
-        """How many entries of the batch, or heads, never gather the same wanted element."""
+        """How many batch entries (``op`` BATCH), or heads, certainly gather different elements.
+
+        Their gradients of the ``wanted`` tensors can be summed in one buffer without a conflict.
+        """
         places: dict[int, set[int]] = {}  # the dimensions that the index selects alone
         for gather in self.gathers.values():
             if gather.captured in wanted:
@@ -129,6 +146,7 @@ class Graph:
         return gradient, scatters
 
     def _sum_contributions(self, contributions: list[int], level: int) -> int:
+        """The gradient of a node of this level: the sum of what its uses contribute."""
         by_level: dict[int, int] = {}
         for n in contributions:
             own = self.nodes[n].level
@@ -143,7 +161,7 @@ class Graph:
         return total
 
     def _backward_of(self, n: int, g: int) -> list[tuple[int, int]]:
-        """The arguments of a node, and what its gradient ``g`` adds to each one's."""
+        """Pairs of an argument of node n, and what the gradient ``g`` of n adds to its gradient."""
         add, node = self.add, self.nodes[n]
         op, (a, b, c) = node.op, (*node.args, 0, 0, 0)[:3]
         zero, one = self.const(0.0), self.const(1.0)
@@ -211,7 +229,10 @@ _FLAT = {Op.LT, Op.LE, Op.EQ, Op.FLOOR, Op.TO_INT}
 
 
 class _Steps:
-    """Assigns registers. One that differs between keys is free again after its last use."""
+    """Writes nodes as steps over registers. A register is free again after its last use.
+
+    That holds for nodes that differ between keys; all others keep their registers.
+    """
 
     def __init__(self, nodes: Sequence[_Node]) -> None:
         self._nodes = nodes
@@ -220,12 +241,15 @@ class _Steps:
     def sections(
         self, result: int, scatters: Sequence[tuple[int, int]] = ()
     ) -> tuple[int, list[list[tuple[int, ...]]]]:
-        """The register of the result, and the steps before, in and after the groups of keys."""
+        """Return the register of ``result``, and three lists of steps.
+
+        They run before all keys, for each group of keys, and after all keys.
+        """
         nodes, parts = self._nodes, self._parts(result, scatters)
         last = {x: at for at, (_, n, args, _) in enumerate(parts[1]) for x in (n, *args)}
         registers, free = {SCORE: SCORE, _SEED: _SEED}, dict[int, list[int]]()
         steps: list[list[tuple[int, ...]]] = [[], [], []]
-        for part, found in zip(parts, steps, strict=True):
+        for part, written in zip(parts, steps, strict=True):
             for at, (op, n, args, numbers) in enumerate(part):
                 operands = [registers[arg] for arg in args]
                 for arg in dict.fromkeys(args):
@@ -236,16 +260,18 @@ class _Steps:
                     registers[n] = self._register(nodes[n].level, free)
                 if op is Op.REDUCE and not nodes[n].level & _KEYS:  # sums begin with 0
                     steps[0].append((Op.CONST, registers[n], 0, 0, 0))
-                found.append((op, registers[n], *operands, *numbers, 0, 0, 0)[:FIELDS])
+                written.append((op, registers[n], *operands, *numbers, 0, 0, 0)[:FIELDS])
         return registers[result], steps
 
     def _register(self, level: int, free: dict[int, list[int]]) -> int:
+        """A register of a level: a free one, or a new one."""
         if level & _KEYS and free.get(level):
             return free[level].pop()
         self.levels.append(level)
         return len(self.levels) - 1
 
     def _parts(self, result: int, scatters: Sequence[tuple[int, int]]) -> list[list[_Item]]:
+        """The nodes that ``result`` and ``scatters`` need, by when they are computed."""
         nodes, before, each, after = self._nodes, list[_Item](), list[_Item](), list[_Item]()
         needed, left = set[int](), [result]
         for gather, gradient in scatters:
@@ -268,4 +294,4 @@ class _Steps:
         return [before, each, after]
 
 
-_Item = tuple[Op, int, tuple[int, ...], tuple[int, ...]]
+_Item = tuple[Op, int, tuple[int, ...], tuple[int, ...]]  # operation, node, arguments, numbers

@@ -15,7 +15,7 @@ _INDICES = (Op.BATCH, Op.HEAD, Op.QUERY, Op.KEY)
 
 
 class Known(NamedTuple):
-    """What a program is: a softcap, a bias that is added, or both."""
+    """A score program that equals a softcap, an added bias, or both."""
 
     softcap: float | None = None
     bias: int | None = None  # the captured tensor that has an element for each pair
@@ -31,7 +31,7 @@ class Known(NamedTuple):
     def options(
         self, query: Tensor, k_len: int, floating: Sequence[Tensor], numbers: Sequence[int]
     ) -> dict[str, Any] | None:
-        """The options of a call; None if the program must be interpreted."""
+        """The arguments of attention that do the same; None if the program must be interpreted."""
         arguments: dict[str, Any] = {} if self.softcap is None else {"softcap": self.softcap}
         dtype = torch.promote_types(query.dtype, torch.float32)
         if self.bias is not None:
@@ -51,14 +51,14 @@ class Known(NamedTuple):
 
 
 def flat(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
-    """Captured floating tensors, one after the other."""
+    """Join captured floating tensors to one vector, in their order; None if there are none."""
     flattened = [x.reshape(-1).to(dtype) for x in tensors]
     return None if not flattened else flattened[0] if len(flattened) == 1 else torch.cat(flattened)
 
 
 def known(graph: Graph, value: int) -> Known | None:
-    """What a program is, None if it is none of these."""
-    of_score = {SCORE}
+    """Recognise a program of the form softcap(score) + bias; None if it has another form."""
+    of_score = {SCORE}  # the nodes that depend on the score
     for n, node in enumerate(graph.nodes):
         if not of_score.isdisjoint(node.args):
             of_score.add(n)
@@ -88,7 +88,7 @@ def known(graph: Graph, value: int) -> Known | None:
 
 
 def _softcap(graph: Graph, n: int) -> float | None:
-    """c where the node is c tanh(score / c)."""
+    """Return c if the node is c tanh(score / c), else None."""
     outer, cap = _product(graph, n)
     if graph.nodes[outer].op is not Op.TANH:
         return None
@@ -97,7 +97,10 @@ def _softcap(graph: Graph, n: int) -> float | None:
 
 
 def _product(graph: Graph, n: int) -> tuple[int, float]:
-    """The factors of a product, of which one is a number."""
+    """Split a product with a constant into the other factor and the constant.
+
+    Any other node is itself, times 0.
+    """
     if graph.nodes[n].op is Op.MUL:
         for a, b in (graph.nodes[n].args, graph.nodes[n].args[::-1]):
             factor = graph.nodes[b]
@@ -110,7 +113,10 @@ def _product(graph: Graph, n: int) -> tuple[int, float]:
 
 
 def _by_distance(graph: Graph, n: int) -> list[int] | None:
-    """A node as a program whose query is the distance of the pair; None if it has no distance."""
+    """Rewrite a node that depends on the pair only by its distance, query minus key.
+
+    Returns a program whose index of the query is the distance, or None.
+    """
     copy_graph, nodes = Graph(), dict[int, int | None]()
     distance = copy_graph.add(Op.QUERY)
 
@@ -151,7 +157,7 @@ def _by_distance(graph: Graph, n: int) -> list[int] | None:
 
 
 def _shifted(graph: Graph, n: int) -> tuple[Op | None, int | None]:
-    """An index and what is added to it, None for nothing."""
+    """Split an index with an added constant into the index and the node of the constant."""
     node = graph.nodes[n]
     if node.op is Op.IADD and graph.nodes[node.args[1]].level == 0:
         return graph.nodes[node.args[0]].op, node.args[1]

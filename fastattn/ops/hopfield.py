@@ -135,17 +135,21 @@ def _keep(
     steps: tuple[Any, ...],  # the arguments of the operator of the steps
     reading: tuple[Any, ...],  # the arguments of the attention that reads the patterns at the end
 ) -> tuple[Plan, Plan] | None:
-    """Keep the plans of both operators, unless the patterns are cast, scaled or padded."""
+    """Keep the plans of both operators under the signature of the call, and return them.
+
+    None if the operators do not read the tensors of the caller, which are then cast, scaled or
+    padded, or if one operator has no plan.
+    """
     state, stored, projection, mask = tensors
     read_by_attention = (state, stored, stored if projection is None else projection, mask)
     if not only_viewed(reading[:4], read_by_attention):
         return None
-    of_steps = plan_of(hopfield_states, steps, any_requires_grad(state, stored, mask))
-    of_reading = plan_of(attention, reading, any_requires_grad(*tensors))
-    if of_steps is None or of_reading is None:
+    steps_plan = plan_of(hopfield_states, steps, any_requires_grad(state, stored, mask))
+    reading_plan = plan_of(attention, reading, any_requires_grad(*tensors))
+    if steps_plan is None or reading_plan is None:
         return None
-    plans.set(signature, (of_steps, of_reading))
-    return of_steps, of_reading
+    plans.set(signature, (steps_plan, reading_plan))
+    return steps_plan, reading_plan
 
 
 def _planned(
@@ -155,7 +159,7 @@ def _planned(
     need_weights: bool,
     need_steps: bool,
 ) -> Any:
-    """Run a call by its plans."""
+    """Run a call by the plans of its steps and of its final reading."""
     state, stored, projection, mask = tensors
     rank = state.dim()
     if rank < 4:
@@ -170,8 +174,9 @@ def _planned(
         options = steps.with_option("together", max(state.shape[2], 1))
     groups, taken = (state, stored, None, *biases), None
     value = stored if projection is None else projection
-    one = not (need_steps or need_weights) and type(reading) is Plan  # a plan with a fixed kernel
-    if one and steps.requires_grad and torch.is_grad_enabled():
+    # Both operators can share one node of autograd if the reading always runs the same kernel.
+    shares_node = not (need_steps or need_weights) and type(reading) is Plan
+    if shares_node and steps.requires_grad and torch.is_grad_enabled():
         seed = draw_seed(state.device) if reading.options.dropout_p else None
         others = (stored, value, mask, None, seed, None, None, None, None, *NO_TERMS)
         return lowered(_in_one_node(*others, *groups, options, reading.options), rank)
@@ -184,7 +189,11 @@ def _planned(
 
 
 def _returned(result: Any, taken: Tensor | None, rank: int) -> Any:
-    """Return the results of the public function, with the dimensions of its state."""
+    """Return the results of the public function, with as many dimensions as its state.
+
+    ``result`` is the output, or a tuple of it and the weights; ``taken`` are the steps, negative
+    where a query does not rest.
+    """
     results = result if isinstance(result, tuple) else (result,)
     if taken is not None:
         results = (*results, taken.abs())
@@ -194,7 +203,10 @@ def _returned(result: Any, taken: Tensor | None, rank: int) -> Any:
 
 
 def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
-    """Validate; return the operator (attention if there are no steps) and its arguments."""
+    """Validate the call; return the operator that runs first, and its arguments.
+
+    Without steps that is attention.
+    """
     call = _prepared(args)
     if call.steps_max != 0:
         return hopfield_states, primitive(call)[0]
@@ -205,13 +217,13 @@ prepare = with_arguments_of(hopfield_retrieve, _prepare)
 
 
 def _reading(call: _Call, dropout_p: float, need_weights: bool) -> tuple[Operator, tuple[Any, ...]]:
-    """The attention that reads the patterns at the end."""
-    biases = {"scale": call.scale, "need_weights": need_weights}
-    return sdpa.prepare(*call.reading(call.state), dropout_p, **biases)[:2]
+    """The operator that reads the patterns for the final states, and its arguments."""
+    options = {"scale": call.scale, "need_weights": need_weights}
+    return sdpa.prepare(*call.reading(call.state), dropout_p, **options)[:2]
 
 
 class _Call(NamedTuple):
-    """The arguments in four dimensions."""
+    """The validated arguments, all in four dimensions."""
 
     state: Tensor  # [B, H, L, D]
     stored: Tensor  # [B|1, H, N, D]
@@ -225,13 +237,14 @@ class _Call(NamedTuple):
     grad: str
 
     def reading(self, xi: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """The first arguments of the attention of the final states."""
+        """Query, key, value and mask of the attention that reads the final states ``xi``."""
         key = self.stored if self.keys is None else self.keys
         value = self.stored if self.projection is None else self.projection
         return xi, key, value, self.mask
 
 
 def _prepared(args: Any) -> _Call:
+    """Validate the arguments of a call, and bring them to four dimensions."""
     state, stored, projection, attn_mask = args.state, args.stored, args.projection, args.attn_mask
     steps_max, eps = args.update_steps_max, args.update_steps_eps
     _check_options(steps_max, eps, args.stop, args.grad)
@@ -270,14 +283,18 @@ prepared = with_arguments_of(hopfield_retrieve, _prepared)
 
 
 def primitive(call: _Call) -> tuple[tuple[Any, ...], Any]:
-    """The operator's arguments, and a function that restores [B, H, L, ...]."""
+    """Return the arguments of the operator of the steps, and the inverse of its layout.
+
+    The operator has groups of queries: G = B H, or G = H with the queries of all batch entries if
+    these share the patterns ("crowded"). The inverse restores [B, H, L, ...].
+    """
     batch, heads, queries, _ = call.state.shape
     mask, crowded = call.mask, call.stored.shape[0] == 1 != batch
 
     def to(x: Tensor) -> Tensor:  # [B, H, L, D] -> [G, Q, D]
         return x.transpose(0, 1).flatten(1, 2) if crowded else x.flatten(0, 1)
 
-    def back(x: Tensor) -> Tensor:
+    def back(x: Tensor) -> Tensor:  # [G, Q, ...] -> [B, H, L, ...]
         if crowded:
             return x.reshape(heads, batch, queries, *x.shape[2:]).transpose(0, 1)
         return x.reshape(batch, heads, *x.shape[1:])
@@ -322,6 +339,7 @@ def lifted(x: Tensor) -> Tensor:
 
 
 def lowered(x: Tensor, rank: int) -> Tensor:
+    """[B, H, L, D] -> as many dimensions as the caller's tensors had; undoes :func:`lifted`."""
     if rank == 4:
         return x
     return x[:, 0] if rank == 3 else x[0, 0]
@@ -335,12 +353,12 @@ def _of_groups(mask: Tensor, state: Tensor) -> Tensor:
 
 
 def _by_kind(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the operator's mask and bias, one of which is None."""
+    """Split a mask into the operator's boolean mask and its floating bias; one is None."""
     return (mask, None) if mask is None or mask.dtype is torch.bool else (None, mask)
 
 
 def _is_expanded(stored: Tensor) -> bool:
-    """Whether the batch shares its patterns."""
+    """Whether all batch entries share their patterns, by ``expand``."""
     return stored.shape[0] > 1 and stored.stride()[0] == 0
 
 
@@ -348,6 +366,7 @@ def _is_expanded(stored: Tensor) -> bool:
 
 
 def check_patterns(where: str, state: Tensor, stored: Tensor) -> None:
+    """Check dtype, device and shapes of the state [B, H, L, D] and the patterns [B|1, H, N, D]."""
     checks.check_floating(f"{where}: state", state)
     if state.ndim not in _SHAPES:
         raise ValueError(
@@ -369,7 +388,7 @@ def check_patterns(where: str, state: Tensor, stored: Tensor) -> None:
 
 
 def check_beta(where: str, beta: Any, state: Tensor) -> tuple[float, Tensor | None]:
-    """Return (beta, None) for a number, or (1, beta) for a tensor."""
+    """Check beta; return (scale, factor): (beta, None) for a number, (1, beta) for a tensor."""
     if beta is None:
         return 1.0 / math.sqrt(max(state.shape[-1], 1)), None
     if isinstance(beta, Tensor):
@@ -407,6 +426,7 @@ def lifted_mask(where: str, mask: Any, state: Tensor, stored: Tensor) -> Tensor:
 
 
 def _check_options(steps_max: Any, eps: Any, stop: Any, grad: Any) -> None:
+    """Check the limits of the steps, and how queries stop and are differentiated."""
     if steps_max is not None:
         checks.check_int(f"{_NAME}: update_steps_max", steps_max, "an int or None")
         if steps_max < 0:
@@ -420,6 +440,7 @@ def _check_options(steps_max: Any, eps: Any, stop: Any, grad: Any) -> None:
 
 
 def _check_projection(projection: Tensor, stored: Tensor) -> None:
+    """Check that the projection has a row for each stored pattern."""
     checks.check_alike(f"{_NAME}: projection", projection, "state", stored)
     if projection.shape[:-1] != stored.shape[:-1]:
         raise ValueError(

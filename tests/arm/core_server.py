@@ -106,6 +106,7 @@ CODES = {"float32": "f", "float64": "d", "float16": "e"}  # of struct
 
 
 def number_at(address, dtype):
+    """The number at an address."""
     content = ctypes.string_at(address, BYTES[dtype])
     if dtype == "bfloat16":  # the upper half of a float32
         dtype, content = "float32", bytes(2) + content
@@ -121,6 +122,7 @@ def places(shape, strides):
 
 
 def empty(shape, dtype, device="cpu"):
+    """A new tensor, filled with zeros."""
     strides = tuple(math.prod(shape[n + 1 :]) for n in range(len(shape)))
     memory = Region(0, bytes(math.prod(shape) * BYTES[dtype]))
     return Tensor(dtype, tuple(shape), strides, memory, memory.address)
@@ -147,6 +149,7 @@ def new_rows(like, width):
 
 
 def packed(number, dtype):
+    """The bytes of a number in a dtype."""
     if dtype == "bfloat16":  # the upper half of a float32, rounded
         (bits,) = struct.unpack("I", struct.pack("f", number))
         return struct.pack("H", (bits + 0x7FFF + (bits >> 16 & 1)) >> 16)
@@ -169,12 +172,14 @@ def torch_for_the_core():
 
 
 def returned(value):
+    """A result as it is sent back."""
     if isinstance(value, tuple):
         return ("tuple", *(returned(item) for item in value))
     return value.sent() if isinstance(value, Tensor) else value
 
 
 def arrived(value, regions):
+    """An argument as the core takes it: tensors become views of the regions."""
     if not isinstance(value, tuple):
         return value
     kind, *rest = value
@@ -190,6 +195,7 @@ def arrived(value, regions):
 
 
 def main():
+    """Answer calls of the core until the input ends."""
     sys.path.insert(0, sys.argv[1])
     import _cpu
 

@@ -9,6 +9,7 @@ from remote_core import install
 
 
 def main() -> int:
+    """Run `fastattn verify` with the core of another machine."""
     end = sys.argv.index("--")
     folder, *command = sys.argv[1:end]
     core = install(command, Path(folder))

@@ -104,6 +104,7 @@ FASTER = {"torch": 4.0, "ours": 2.0}
 
 
 def rows_of(*rounds: Round) -> list[summary.Row]:
+    """The table of a result with the given rounds."""
     return summary.summarise(a_result([*rounds]))
 
 

@@ -54,6 +54,7 @@ def cells_to_check() -> list[Cell]:
 
 
 def answer(provider: str, cell: Cell) -> dict[str, torch.Tensor]:
+    """The results of a provider for a cell, by name."""
     arrays = load(provider).prepare(cell, make_inputs(cell, 1))()
     return dict(zip(output_names(cell), arrays, strict=True))
 

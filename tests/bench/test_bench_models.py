@@ -61,6 +61,7 @@ def model_of(op: str) -> Model:
 
 
 def answer(provider: str, cell: Cell) -> dict[str, Tensor]:
+    """The results of a provider for a cell, by name."""
     arrays = load(provider).prepare(cell, make_inputs(cell, 0))()
     entered.close()
     return dict(zip(output_names(cell), arrays, strict=True))

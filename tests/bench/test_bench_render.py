@@ -40,6 +40,7 @@ def two_lengths(scale: float = 1.0, lengths: tuple[int, ...] = (16, 32)) -> Resu
 
 
 def saved(result: Result, path: Path) -> Path:
+    """Write a result to a file."""
     results.save_json(result, summary.summarise(result), path)
     return path
 
@@ -104,6 +105,7 @@ def test_a_picture_is_drawn(theme: str, tmp_path: Path) -> None:
 
 
 def load_module(name: str = "render") -> ModuleType:
+    """A script of benchmarks/ as a module."""
     path = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None

@@ -32,6 +32,7 @@ FLOOR = {name: n for n, names in enumerate(FLOORS) for name in names.split()}
 
 
 def modules() -> dict[str, Path]:
+    """All modules of fastattn with their files."""
     found = {}
     for path in (ROOT / "fastattn").rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -70,6 +71,7 @@ GRAPH = {
 
 
 def layer(module: str) -> int:
+    """The layer of a module: its own, or of the package that contains it."""
     name = module.removeprefix("fastattn.")
     while name not in FLOOR:
         name, dot, _ = name.rpartition(".")

@@ -51,6 +51,7 @@ def _strict() -> Iterator[None]:
 
 
 def results_of(function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The results that have a gradient."""
     found = function(*inputs)
     return [y for y in (found if isinstance(found, tuple) else (found,)) if y.requires_grad]
 
@@ -69,11 +70,13 @@ def gradient(
 def looped(
     results: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor], **options: Any
 ) -> tuple[Tensor, ...]:
+    """The batched gradients, one by one."""
     rows = [gradient(results, inputs, row, **options) for row in zip(*grads, strict=True)]
     return tuple(torch.stack(column) for column in zip(*rows, strict=True))
 
 
 def grads_for(results: Sequence[Tensor], count: int, requires_grad: bool = False) -> list[Tensor]:
+    """A batch of gradients of the results."""
     shapes = [((count, *y.shape), y.dtype) for y in results]
     return [
         torch.randn(shape, dtype=dtype).requires_grad_(requires_grad) for shape, dtype in shapes

@@ -311,6 +311,7 @@ class OfTheFunction(nn.Module):
 
 
 def by_definition(layer: OfTheFunction, x: Tensor) -> Tensor:
+    """The weights of the layer by their definition."""
     query, key, _ = layer.heads(x)
     scores = 0.3 * query @ key.mT
     return (scores if layer.mask is None else scores.where(layer.mask, -torch.inf)).softmax(-1)

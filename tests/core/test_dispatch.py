@@ -82,7 +82,7 @@ def test_the_first_backend_without_a_reason_runs(replace_cpu: Any) -> None:
     assert cpu.calls == ["forward", "forward"]
 
 
-def test_a_backend_that_is_not_built_is_passed_over_in_silence(replace_cpu: Any) -> None:
+def test_a_backend_that_is_not_built_is_skipped_without_a_warning(replace_cpu: Any) -> None:
     replace_cpu("not built (no compiler)")
     q, k, v = qkv()
     with warnings.catch_warnings():

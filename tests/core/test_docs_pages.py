@@ -33,6 +33,7 @@ def normal(*shape: int) -> Tensor:
 
 
 def given(prefix: str, *shapes: tuple[int, ...]) -> dict[str, Any]:
+    """Random tensors with the given names."""
     return {name: normal(*shape) for name, shape in zip(prefix.split(), shapes, strict=True)}
 
 
@@ -50,6 +51,7 @@ def padding(keys: int) -> Tensor:
 
 
 def additive(block: int) -> dict[str, Any]:
+    """The names that a block of the page on additive attention uses."""
     if block == 0:
         names = given("query key value v bias", (2, 3, 16), (2, 5, 16), (2, 5, 8), (16,), (16,))
         return names | {"padding": padding(5)}
@@ -61,6 +63,7 @@ def hopfield() -> dict[str, Any]:
 
 
 def luong(block: int) -> dict[str, Any]:
+    """The names that a block of the page on Luong attention uses."""
     if block == 1:  # hard attention
         return given("q k v", (2, 3, 8), (2, 5, 8), (2, 5, 8))
     names = given("query key value W", (2, 30, 8), (2, 40, 8), (2, 40, 8), (8, 8))
@@ -73,11 +76,13 @@ def transformer() -> dict[str, Any]:
 
 
 def babi() -> dict[str, Any]:
+    """Stories and questions as tokens."""
     tokens = torch.randint(1, 175, (2, 10, 6), generator=torch.Generator().manual_seed(0))
     return {"stories": tokens, "questions": tokens[:, 0]}
 
 
 def seeing() -> dict[str, Any]:
+    """The names that the page on seeing attention uses."""
     words = [f"w{n}" for n in range(5)]
     given = babi() | {"network": fastattn.nn.MemN2N(175, 8, hops=3, memory_size=10)}
     return given | {
@@ -91,6 +96,7 @@ def seeing() -> dict[str, Any]:
 
 
 def sinusoidal(block: int) -> dict[str, Any]:
+    """The names that a block of the page on the sinusoidal encoding uses."""
     tokens = torch.tensor([[5, 4, 3, 1], [7, 1, 1, 1]])
     names: list[dict[str, Any]] = [
         {"x": normal(2, 4, 768)},

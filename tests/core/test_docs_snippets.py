@@ -73,6 +73,8 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def without_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make small random models in place of downloads."""
+
     def from_pretrained(cls: Any, name: str, **kwargs: Any) -> nn.Module:
         kind, more = MODELS[name]
         torch.manual_seed(0)
@@ -120,6 +122,7 @@ def check_transformers(names: dict[str, Any], fused: list[str]) -> None:
 
 
 def check_torch(names: dict[str, Any], fused: list[str]) -> None:
+    """fastattn's attention must have run, and PyTorch's after it was undone."""
     out, query, key, value = (names[name] for name in ("out", "query", "key", "value"))
     assert torch.equal(out, names["out_too"])
     after = names["F"].scaled_dot_product_attention(query, key, value, is_causal=True)

@@ -29,6 +29,7 @@ def built(cuda: str = "no CUDA compiler was found", **cpu: Any) -> dict[str, Any
 
 
 def healthy() -> dict[str, Any]:
+    """The facts of a machine without any problem."""
     return {
         "torch": "2.13.0",
         "torch_untested": False,
@@ -47,14 +48,17 @@ def healthy() -> dict[str, Any]:
 
 
 def without_kernels(reason: str) -> dict[str, Any]:
+    """Facts of an installation without CPU kernels."""
     return {"isa": None, "backends": built(built=False, reason=reason)}
 
 
 def on_cpu(**changed: Any) -> dict[str, Any]:
+    """Facts of another processor."""
     return {"cpu": {**healthy()["cpu"], **changed}}
 
 
 def refused(reason: str) -> dict[str, Any]:
+    """Facts of a processor that cannot run AMX, for the given reason."""
     return {"isa": {**ISA, "unsupported": {"amx_bf16": reason}}}
 
 

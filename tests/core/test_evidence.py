@@ -54,6 +54,7 @@ EVERY = {
 
 
 def order(dtype: torch.dtype, queries: int = 64, op: str = ATTENTION) -> tuple[str, ...]:
+    """The backends that would run a call on the CPU, in order."""
     return dispatch._order("cpu", op, (torch.empty(1, 1, queries, 8, dtype=dtype),))
 
 
@@ -259,6 +260,7 @@ OWN = Row("backends", AMD.key, "float16", ["torch", "cpu"], "measured", ATTENTIO
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The user's file of evidence, in a new folder."""
     monkeypatch.setenv("FASTATTN_CACHE_DIR", str(tmp_path / "of" / "mine"))
     evidence.forget()
     yield tmp_path / "of" / "mine" / "evidence.json"
@@ -360,6 +362,7 @@ def test_info_and_explain_name_choice_and_evidence() -> None:
 
 @pytest.fixture
 def restored(native: Any) -> Iterator[Any]:
+    """Reset the instruction set after a test."""
     before = native.build_info()["isa"]
     yield native
     native.set_isa(before)

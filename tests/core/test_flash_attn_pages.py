@@ -24,6 +24,7 @@ page_sizes = pytest.mark.parametrize("page_size", [1, 7, 16])
 
 
 def ends(lengths: tuple[int, ...]) -> Tensor:
+    """Where packed sequences of these lengths begin and end."""
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
@@ -51,11 +52,13 @@ def tensors(generator: torch.Generator, dtype: torch.dtype = torch.float64) -> l
 
 
 def both_paged(packed: list[Tensor], page_size: int, seed: int = 0) -> tuple[list[Tensor], Tensor]:
+    """Packed keys and values as paged caches, with one block table."""
     pairs = [paged(x, page_size, torch.Generator().manual_seed(seed)) for x in packed]
     return [cache for cache, _ in pairs], pairs[0][1]
 
 
 def call(q: Tensor, k: Tensor, v: Tensor, q_ends: Tensor | None = None, **options: Any) -> Tensor:
+    """flash_attn_varlen_func on the sequences of this file."""
     q_ends = ends(Q_LENGTHS) if q_ends is None else q_ends
     out: Tensor = flash_attn_varlen_func(
         q, k, v, q_ends, ends(K_LENGTHS), max(Q_LENGTHS), max(K_LENGTHS), **options

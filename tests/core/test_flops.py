@@ -148,6 +148,7 @@ def test_caches_count_the_keys_that_they_hold() -> None:
 
 
 def others() -> dict[str, tuple[Callable[..., Any], list[Tensor], list[int]]]:
+    """Other operators: a call, its tensors, the operations of forward and backward."""
     x, rows = torch.randn(2, 5, D), torch.randn(2, 7, D)
     pairs, units = 2 * 5 * 7, torch.randn(D)
     tokens = torch.randint(0, 9, (2, 3, 4))

@@ -32,6 +32,7 @@ def traced(function: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Any:
 def assert_follows_sizes(
     function: Callable[..., Any], of_trace: tuple[Tensor, ...], *others: tuple[Tensor, ...]
 ) -> None:
+    """A traced function must be right for inputs of other sizes."""
     graph = traced(function, of_trace)
     for inputs in (of_trace, *others):
         assert_close(graph(*inputs), function(*inputs))
@@ -225,6 +226,7 @@ def test_masks_whose_numbers_enter_the_graph(backend: str) -> None:
         return fastattn.decode_attention(q, cache, cache, lengths, mask=masks.draft_tree(tree))
 
     def inputs(tokens: int, capacity: int, lengths: list[int]) -> tuple[Tensor, ...]:
+        """Queries, a cache, its lengths and a tree of draft tokens."""
         tree = torch.randint(0, 2, (tokens, tokens), generator=draw).bool().tril()
         n = len(lengths)
         q, cache = normal(n, 2, tokens, 8), normal(n, 2, capacity, 8)
@@ -236,10 +238,12 @@ def test_masks_whose_numbers_enter_the_graph(backend: str) -> None:
 
 
 def packed(*starts: int) -> tuple[Tensor, ...]:
+    """Packed rows and where the sequences begin."""
     return normal(starts[-1], 2, 8), torch.tensor(starts)
 
 
 def cached(q_len: int) -> tuple[Tensor, ...]:
+    """Queries, a cache and its lengths."""
     return normal(2, 2, q_len, 8), normal(2, 2, 16, 8), torch.tensor([5, 7])
 
 

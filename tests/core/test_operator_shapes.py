@@ -39,6 +39,7 @@ def valid(shapes: Shapes, ranks: int = 0) -> dict[int, list[tuple[str, int]]]:
 
 
 def tensors_of(count: int, shapes: dict[int, list[tuple[str, int]]]) -> list[Tensor | None]:
+    """Tensors of the given shapes, None where there is no shape."""
     made: list[Tensor | None] = [None] * count
     for n, dims in shapes.items():
         made[n] = torch.empty([size for _, size in dims], device="meta")

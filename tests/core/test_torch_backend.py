@@ -37,6 +37,7 @@ PLAIN = AttentionBackwardOptions(scale=0.25)
 
 
 def qkv(q_len: int = 20, k_len: int = 20, width: int = 16, **options: Any) -> list[Tensor]:
+    """Random queries, keys and values in bfloat16."""
     dtype = options.pop("dtype", torch.bfloat16)
     return [torch.randn(2, 4, n, width).to(dtype).requires_grad_(**options) if options else
             torch.randn(2, 4, n, width).to(dtype) for n in (q_len, k_len, k_len)]  # fmt: skip
@@ -295,6 +296,7 @@ def test_a_pytorch_that_gives_nan_for_fully_masked_rows(
 def gradients_agree(
     inputs: list[Tensor], cotangent: Tensor, lse_grad: bool, **options: Any
 ) -> None:
+    """Gradients on PyTorch's kernel must agree with the reference."""
     results = []
     for forced in ("torch", "reference"):
         with use_backend(forced):

@@ -13,6 +13,7 @@ from fastattn.integrations.torch import activate
 
 
 def seen(calls: fastattn._trace.Calls) -> list[tuple[str, str, int]]:
+    """The operator, backend and count of each call."""
     return [(call.operator, call.backend, call.count) for call in calls]
 
 

@@ -161,6 +161,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def order() -> Row | None:
+    """The order that tune chooses for the operator."""
     return tune.order(OP, torch.float32, CPU)
 
 

@@ -16,6 +16,7 @@ WAYS = {"interface": compat.exchange_interface, "methods": None}
 
 @pytest.fixture
 def exchange(native: ModuleType) -> Iterator[Callable[[Any], bool]]:
+    """Choose how the core reads tensors; reset afterwards."""
     yield lambda interface: native.use_torch(torch, interface)
     native.use_torch(torch, compat.exchange_interface)
 

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def decoded(entries: bool = False, **options: Any) -> None:
+    """Decode with every option, so that all operands are read."""
     given = {"sinks": torch.ones(4), "alibi_slopes": torch.ones(4)}
     given |= {"relative_bias": torch.ones(4, 41), "mask": fastattn.masks.sliding_window(3, 0)}
     if entries:
@@ -43,12 +44,14 @@ def decoded(entries: bool = False, **options: Any) -> None:
 
 
 def local() -> Case:
+    """Luong attention within windows."""
     positions, padding = torch.tensor([[0.3, 4.6, 5.2], [7.7, 2.1, 1.4]]), ~lower(2, 6)
     options = {"positions": positions, "key_padding_mask": padding, "need_weights": True}
     return luong(window="local-p", D=2, dropout_p=0.5, **options)
 
 
 def differentiated(make: Callable[[], Case]) -> None:
+    """Run a case and its backward pass."""
     function, inputs = make()
     leaves = tuple(x.detach().float().requires_grad_() for x in inputs)
     found = function(*leaves)
@@ -124,6 +127,7 @@ def fits(operator: Any, tensors: list[Any]) -> bool:
 
 
 def native_calls(name: str, native: ModuleType) -> Iterator[tuple[Any, list[Any], Any]]:
+    """Each call of the native module in a case: the operator, its tensors, and the function."""
     for operator, tensors, options in recorded(CALLS[name]):
         function = getattr(native, operator.name, None)
         if function is not None:

@@ -19,12 +19,14 @@ attention = fastattn.scaled_dot_product_attention
 
 
 def by_the_general_path(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Any:
+    """Run without plans, so on the general path."""
     with monkeypatch.context() as patch, fastattn.use_backend("cpu"):
         patch.setattr("fastattn.call.may_plan", lambda: False)
         return run()
 
 
 def heads(*sizes: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Random queries, keys and values."""
     generator = torch.Generator().manual_seed(sum(sizes))
     return [torch.randn(sizes, generator=generator).to(dtype) for _ in range(3)]
 
@@ -41,6 +43,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def with_gradients(layout: str, causal: bool, tensors: list[Tensor]) -> list[Tensor]:
+    """The output and the gradients with operands in a layout."""
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
     out = attention(*map(LAYOUTS[layout], leaves), is_causal=causal)
     grad_out = LAYOUTS[layout](torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype))
@@ -98,6 +101,7 @@ _kept: list[Any] = []  # what capsules point to, but do not own
 
 
 def capsule(name: bytes, *words: int) -> Any:
+    """A PyCapsule of the given name, with a table of words."""
     table = (ctypes.c_uint64 * 8)(*words)
     make = ctypes.pythonapi.PyCapsule_New
     make.restype = ctypes.py_object

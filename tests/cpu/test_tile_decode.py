@@ -20,6 +20,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 def assert_right(
     got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], tolerance: float = 2e-6
 ) -> None:
+    """The output and the log-sum-exp must be near the exact ones."""
     if got[0].dtype is not torch.float32:
         assert_close(got, expected)
         return

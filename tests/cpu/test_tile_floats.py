@@ -45,6 +45,7 @@ def ours(**options: Any) -> Function:
 def exactly(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, quiet: int = -1
 ) -> dict[str, Tensor]:
+    """The results and gradients in float64."""
     tensors = (x.double() for x in (q, k, v))
     return results(*tensors, lambda q, k, v: in_double(q, k, v, bias), quiet)
 

@@ -18,6 +18,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 
 
 def assert_gradients(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+    """The gradients must be near the reference in float64."""
     got = gradients(q, k, v, **options)
     with fastattn.use_backend("reference"):
         expected = gradients(q.double(), k.double(), v.double(), **options)

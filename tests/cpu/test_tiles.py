@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(not shutil.which(COMPILER[0]), reason="it is com
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The emulated tiles as a shared library."""
     built = tmp_path_factory.mktemp("tiles") / "tile_products.so"
     flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
     if "avx2" in Path("/proc/cpuinfo").read_text():
@@ -47,6 +48,7 @@ def random_halves(rng: Any, bits: int, shape: tuple[int, ...], low: int, high: i
 
 
 def random_f32(rng: Any, shape: tuple[int, ...], low: int, high: int) -> Any:
+    """Random float32 with exponents from `low` to `high`."""
     exponent = rng.integers(low, high + 1, shape)
     bits = rng.integers(0, 2, shape) << 31 | exponent << 23 | rng.integers(0, 1 << 23, shape)
     return bits.astype(np.uint32).view(np.float32)
@@ -89,10 +91,12 @@ def operands(of: str, kind: str, count: int) -> tuple[Any, Any, Any]:
 
 
 def flushed(x: Any) -> Any:
+    """Numbers with subnormals replaced by zero."""
     return np.where(np.abs(x) < np.float32(2**-126), np.copysign(np.float32(0), x), x)
 
 
 def widened(of: str, bits: Any) -> Any:
+    """16-bit numbers as the tiles read them."""
     if of == "f16":
         return bits.view(np.float16).astype(np.float32)
     return flushed((bits.astype(np.uint32) << 16).view(np.float32))
@@ -130,6 +134,7 @@ def judged(of: str, a: Any, b: Any, c: Any) -> Any:
 def tile_products(
     library: Path, name: str, of: str, shape: tuple[int, int, int], a: Any, b: Any, c: Any
 ) -> Any:
+    """c + a b by the emulated tiles."""
     pairs = np.ascontiguousarray(b.reshape(-1, 16, 2, 16).swapaxes(2, 3))
     a, c = np.ascontiguousarray(a), c.copy()
     pointers = [x.ctypes.data_as(ctypes.c_char_p) for x in (a, pairs, c)]
@@ -204,6 +209,7 @@ def test_real_shapes_equal_the_emulations(
 
 @pytest.fixture(scope="module")
 def parts_library(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The splitting into parts as a shared library."""
     features = Path("/proc/cpuinfo").read_text()
     if "avx2" not in features:
         pytest.skip("needs AVX2")
@@ -228,6 +234,7 @@ def nearest(x: Any) -> Any:
 
 
 def parts_of(x: Any, count: int) -> list[Any]:
+    """x as a sum of parts in bf16, the largest first."""
     if count == 1:
         return [nearest(x)]
     first = cut(x)
@@ -237,6 +244,7 @@ def parts_of(x: Any, count: int) -> list[Any]:
 
 
 def as_floats(bits: Any) -> Any:
+    """Floats from the bits of bf16."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 

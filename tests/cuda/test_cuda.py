@@ -491,6 +491,7 @@ def test_a_table_that_does_not_fit_is_not_read(
 
 
 def _why_not(adapter: ModuleType, **changes: Any) -> list[str]:
+    """The reasons of the emulated backend against a call with changed options."""
     inputs = make_inputs(Case("plain"), changes.pop("dtype", torch.float16))
     op = "scaled_dot_product_attention"
     tensors = {**dispatch.tensors_by_name(op, inputs.args)}

@@ -282,6 +282,7 @@ def test_mask_programs_run_on_the_other_kernels(adapter: ModuleType) -> None:
 
 
 def _packed() -> Iterator[VarlenCase]:
+    """Packed sequences with empty ones, tails and every option."""
     lengths = (40, 1, 200, 0, 7, 30), (40, 9, 200, 3, 0, 90)
     base = VarlenCase("causal-64", *lengths, head_dim=64, window=(-1, 0))
     yield base
@@ -305,6 +306,7 @@ SHORT = [c for n, c in enumerate(SERVED) if n % 6 == 1 and c not in LONG]
 def _packed_faults(
     adapter: ModuleType, case: VarlenCase, dtype: torch.dtype, seed: int
 ) -> list[str]:
+    """The faults of a case of packed sequences; its kernels must be those of Hopper."""
     _launches(adapter)
     target: Any = Emulated(adapter, seed)
     verdict = check_varlen(case, dtype, target)

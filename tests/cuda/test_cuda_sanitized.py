@@ -60,6 +60,7 @@ print("missed", flush=True)
 
 
 def _runtime(name: str) -> str:
+    """The path of a runtime library of the compiler."""
     command = [*emulator.compiler(), f"-print-file-name={name}"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 

@@ -26,6 +26,8 @@ def emulated() -> ModuleType:
 
 
 def _runner(module: Any, device: str) -> Run:
+    """What runs a conformance kernel of a module on a device."""
+
     def run(name: str, words: Tensor, size: int) -> Tensor:
         given = words.to(torch.int64).to(torch.int32).contiguous().to(device)
         out = torch.full((size,), 0x5A5A5A5A, dtype=torch.int32, device=device)
@@ -70,6 +72,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def floats(words: Tensor) -> Tensor:
+    """The floats with the given bits."""
     return words.to(torch.int32).view(torch.float32)
 
 
@@ -149,6 +152,7 @@ def halves(words: Tensor) -> Tensor:
 
 
 def packed(elements: Tensor) -> Tensor:
+    """Pairs of 16 bits as words, the first one low."""
     return elements[..., 0] | elements[..., 1] << 16
 
 

@@ -98,6 +98,7 @@ def test_modules_and_traffic_on_four_ranks(tmp_path: Path) -> None:
 
 
 def check_pairs(uses: dict[str, list[tuple[torch.Tensor, torch.Tensor]]]) -> None:
+    """Both tensors of each pair must be close."""
     for name, pairs in uses.items():
         for found, want in pairs:
             torch.testing.assert_close(found, want, msg=lambda text, name=name: f"{name}: {text}")

@@ -28,10 +28,12 @@ def run_first_block(page: Path) -> dict[str, Any]:
 
 
 def run_example() -> bool:
+    """Run the example of the page; every leaf must get a gradient."""
     return all(x.grad is not None for x in run_first_block(PAGE)["own"])
 
 
 def run_tutorial() -> list[float]:
+    """The losses of the tutorial."""
     losses: list[float] = run_first_block(DOCS / "long_context.md")["losses"]
     return losses
 

@@ -36,6 +36,7 @@ def check_cases(group: Group, cases: Any, check: Callable[[Any, list[Any]], None
 
 
 def check_memory(case: distributed_memory.Case, parts: list[dict[str, Tensor]]) -> None:
+    """The joined results of all ranks must be within the error bound."""
     found = distributed_memory.joined(case, parts)
     steps = found.pop("steps", None)
 
@@ -50,6 +51,7 @@ def check_memory(case: distributed_memory.Case, parts: list[dict[str, Tensor]]) 
 
 
 def check_decode(case: distributed_decode.Case, parts: list[dict[str, Tensor]]) -> None:
+    """The same for decoding; the caches must be equal."""
     found, caches = distributed_decode.joined(case, parts)
     assert_right(found, lambda: distributed_decode.definition(case), case.dtype)
     if caches:
@@ -58,6 +60,7 @@ def check_decode(case: distributed_decode.Case, parts: list[dict[str, Tensor]]) 
 
 
 def check_modules(group: Group) -> None:
+    """Modules on all ranks must give the results of one rank."""
     for rank, pairs in enumerate(group):
         for name, found, want in pairs:
             where = f"{name} on rank {rank} of {len(group)}"
@@ -77,6 +80,7 @@ REFUSED = {
 
 
 def check_refused(group: Group) -> None:
+    """Each refused call must raise its error on every rank."""
     for found in group:
         for name, message in REFUSED.items():
             assert found[name].startswith(message), found[name]
@@ -135,6 +139,7 @@ WRONG = {
 
 
 def check_disagreement(group: Group) -> None:
+    """Ranks that disagree must all raise an error that names the rank."""
     check_messages(group, DIFFERENT, WRONG)
     for rank, found in enumerate(group):
         own = "ValueError: memory_hop_attention: activation must be None, 'relu'"

@@ -31,6 +31,7 @@ class Emulated:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[ModuleType]:
+        """Use the emulator as the backend "cuda" of CPU tensors."""
         self.adapter._cuda.set_seed(self.seed)
         real = dispatch.load
 

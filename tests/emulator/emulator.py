@@ -39,6 +39,7 @@ class CannotBuild(Exception):
 
 
 def compiler() -> list[str]:
+    """The C++ compiler that CXX names, g++ by default."""
     command = shlex.split(os.environ.get("CXX", "g++"))
     if shutil.which(command[0]) is None:
         raise CannotBuild(f"no C++ compiler: {command[0]!r} was not found")
@@ -62,6 +63,7 @@ def _python_flags() -> list[str]:
 
 
 def _emulator() -> Iterable[Unit]:
+    """The sources of the emulator itself."""
     for source in sorted(HERE.glob("*.cpp")):
         yield source, source.stem, ["-O2"]
 
@@ -78,6 +80,7 @@ def elements(source: Path) -> tuple[str, ...]:
 
 
 def _kernels(csrc: Path) -> Iterable[Unit]:
+    """The sources of the CUDA module, each CUDA source once for each element type."""
     yield csrc / "cuda/bindings.cpp", "bindings", ["-Og", *_python_flags()]
     kernels = csrc / "cuda/kernels"
     for source in sorted(kernels.rglob("*.cu")):
@@ -89,6 +92,7 @@ def _kernels(csrc: Path) -> Iterable[Unit]:
 
 
 def _run(command: list[str]) -> None:
+    """Run a command, or raise its output as an error."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise CannotBuild(f"{shlex.join(command)}\n{done.stderr[-3000:]}")
@@ -105,6 +109,7 @@ def _is_current(target: Path) -> bool:
 
 
 def _compile(unit: Unit, folder: Path, extra: Flags) -> Path:
+    """Compile one source to an object file, unless it is up to date."""
     source, stem, flags = unit
     target = folder / f"{stem}.o"
     if not _is_current(target):
@@ -116,6 +121,7 @@ def _compile(unit: Unit, folder: Path, extra: Flags) -> Path:
 
 
 def _link(library: Path, objects: Iterable[Path], extra: Flags) -> None:
+    """Link a library under another name, and put it in place at once."""
     linked = f"{library}.new"
     _run([*compiler(), *extra, "-shared", *map(str, objects), "-o", linked])
     os.replace(linked, library)
@@ -124,6 +130,7 @@ def _link(library: Path, objects: Iterable[Path], extra: Flags) -> None:
 def _library(
     name: str, units: Iterable[Unit], folder: Path, extra: Flags, ready: Iterable[Path] = ()
 ) -> Path:
+    """Compile all units in parallel and link them to a Python module."""
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"{name}{SUFFIX}"
     with (folder / ".lock").open("w") as lock:
@@ -196,6 +203,7 @@ def conformance_command(arch: str, target: Path, *options: str) -> list[str]:
 
 
 def load_conformance(library: Path) -> ModuleType:
+    """Load the module of the conformance tests."""
     spec = importlib.util.spec_from_file_location("_conformance", library)
     assert spec is not None
     assert spec.loader is not None

@@ -92,6 +92,7 @@ def test_an_interrupted_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def trained(steps: int, **options: Any) -> dict[str, torch.Tensor]:
+    """The parameters after training on 64 invented questions."""
     (questions,), words = data.vectorize([babi.invent(64)], 50)
     recipe = replace(babi.RECIPES["single"], dim=8, restarts=3, **options)
     run = babi.Training(recipe, questions, questions, len(words))

@@ -17,6 +17,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "hopfield_digits.py"
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
+    """The example as a module."""
     spec = importlib.util.spec_from_file_location("hopfield_digits", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None

@@ -59,6 +59,7 @@ ENVIRONMENT = {
 
 
 def started(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run an example on several ranks."""
     return subprocess.run(
         command(ranks, *arguments),
         env=ENVIRONMENT,
@@ -70,6 +71,7 @@ def started(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def losses(output: str) -> list[float]:
+    """The losses that an example printed."""
     return [float(x) for x in re.findall(r"loss (\S+)", output)]
 
 

@@ -31,6 +31,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def _tensors(*shape: int, count: int = 3, device: str = DEVICE) -> list[torch.Tensor]:
+    """Random tensors in bfloat16."""
     draw = torch.Generator(device).manual_seed(0)
     return [
         torch.randn(shape, generator=draw, device=device, dtype=torch.bfloat16)

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def without_hopper() -> Iterator[None]:
+    """Run without the kernels of Hopper."""
     native: Any = importlib.import_module("fastattn._cuda")
     native.allow_hopper(False)
     yield

@@ -31,11 +31,13 @@ STACK: dict[str, Any] = {"hops": 3, "in_memory": "BSN", "out_memory": None}
 
 
 def _additive(name: str, batch: int, queries: int, keys: int, width: int) -> AdditiveCase:
+    """A case of additive attention."""
     sizes = {"batch": batch, "q_len": queries, "k_len": keys, "head_dim": width}
     return AdditiveCase(name, value_dim=width, **sizes)  # type: ignore[arg-type]
 
 
 def _hopfield(name: str, batch: int, heads: int, states: int, rows: int) -> HopfieldCase:
+    """A case of Hopfield retrieval."""
     sizes = {"batch": batch, "heads": heads, "q_len": states, "k_len": rows}
     return HopfieldCase(name, head_dim=64, **sizes)  # type: ignore[arg-type]
 

@@ -29,6 +29,7 @@ WIDTH = 16
 
 @pytest.fixture(autouse=True)
 def nothing_stays_active() -> Iterator[None]:
+    """Check after each test that no integration is left active."""
     yield
     if integration._active:
         gc.collect()
@@ -36,6 +37,7 @@ def nothing_stays_active() -> Iterator[None]:
 
 
 def as_heads(x: Tensor) -> Tensor:
+    """Split the last dimension into two heads."""
     return x.unflatten(-1, (2, -1)).transpose(1, 2)
 
 
@@ -94,6 +96,8 @@ class HasAProcessor(Base):
 
 
 def calling(function: Any) -> Any:
+    """A function of one tensor that calls another one with it three times."""
+
     def call(x: Tensor) -> Tensor:
         return function(x, x, x)
 
@@ -238,6 +242,7 @@ def test_a_subclass_with_a_forward_of_its_own() -> None:
 
 
 def on_heads(*tensors: Tensor) -> Tensor:
+    """Attention of two heads."""
     return F.scaled_dot_product_attention(*map(as_heads, tensors)).transpose(1, 2).flatten(2)
 
 
@@ -286,14 +291,14 @@ class ScriptedAttention(nn.Module):
         return F.scaled_dot_product_attention(x, x, x)
 
 
-def test_what_no_kernel_takes() -> None:
+def test_dtypes_and_devices_without_a_kernel_have_a_reason() -> None:
     (part,) = accelerate(nn.MultiheadAttention(8, 2).to(torch.float8_e5m2)).unserved
     assert "float8_e5m2" in part.reason
     (part,) = accelerate(Calls().to("meta")).unserved
     assert part.reason == "activate serves the CPU only, the module is on meta"
 
 
-def test_the_backend_is_that_of_the_dtype_and_of_a_forced_one() -> None:
+def test_a_part_runs_on_the_backend_of_its_dtype_or_the_forced_one() -> None:
     model = SelfAttends()
     with fastattn.use_backend("reference"):
         (part,) = accelerate(model).parts
@@ -380,7 +385,7 @@ def test_different_changes_are_undone_in_any_order(order: tuple[int, ...]) -> No
         torch.testing.assert_close(step(model), want)
 
 
-def test_twice_is_harmless() -> None:
+def test_accelerating_twice_has_no_further_effect() -> None:
     model = Both()
     first = accelerate(model)
     assert accelerate(model) == first
@@ -484,6 +489,7 @@ def step(model: nn.Module) -> list[Tensor]:
 
 @pytest.fixture
 def group() -> Iterator[None]:
+    """A process group of one rank."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield

@@ -47,6 +47,7 @@ _OF_GPT_OSS = "kernels-community/vllm-flash-attn3"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    """The folder that `fastattn kernel` writes."""
     assert cli.main(["kernel", str(tmp_path / "kernel")]) == 0
     return tmp_path / "kernel"
 

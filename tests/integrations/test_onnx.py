@@ -62,6 +62,7 @@ class Functional(nn.Module):
 def exported(
     model: nn.Module, inputs: Inputs, shapes: Any, dynamo: bool, from_graph: bool = False
 ) -> bytes:
+    """The ONNX file of a model, by the exporter of TorchScript or of torch.export."""
     file = io.BytesIO()
     if from_graph:
         graph = torch.export.export(model, inputs, dynamic_shapes=shapes)
@@ -102,6 +103,7 @@ def check(
 
 
 def heads(queries: int, keys: int, kv_heads: int = 4, batch: int = 2) -> Inputs:
+    """Random queries, keys and values."""
     key, value = torch.randn(2, batch, kv_heads, keys, 8)
     return torch.randn(batch, 4, queries, 8), key, value
 

@@ -34,6 +34,7 @@ def active() -> Iterator[None]:
 
 
 def make(*shape: int, dtype: torch.dtype = torch.float64, requires_grad: bool = True) -> Any:
+    """Three random tensors of one shape."""
     torch.manual_seed(0)
     return [torch.randn(shape, dtype=dtype, requires_grad=requires_grad) for _ in range(3)]
 

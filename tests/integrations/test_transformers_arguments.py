@@ -16,6 +16,7 @@ from fastattn.integrations.transformers._patterns import Pattern  # noqa: E402
 
 
 def query_key_value() -> tuple[Tensor, Tensor, Tensor]:
+    """Random queries, keys and values."""
     g = torch.Generator().manual_seed(0)
     return torch.randn(3, 2, 4, 6, 8, generator=g).unbind()  # three times [B, H, L, D]
 
@@ -60,7 +61,7 @@ def test_labels_passed_to_attention_are_ignored() -> None:
 
 
 @pytest.mark.parametrize("name", ["labels", "logits_to_keep", "token_type_ids", "position_ids"])
-def test_irrelevant_arguments_change_nothing(name: str) -> None:
+def test_irrelevant_arguments_have_no_effect(name: str) -> None:
     assert transformers.BertForMaskedLM  # transformers imports it now, and with it its inputs
     inputs = query_key_value()
     plain, _ = attention_forward(torch.nn.Identity(), *inputs, None)
@@ -112,11 +113,13 @@ def test_block_indices_name_blocks_of_keys_for_groups_of_heads() -> None:
 
 
 def gpt2():  # type: ignore[no-untyped-def]
+    """The class, configuration and inputs of a small GPT-2."""
     config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64)
     return transformers.GPT2Model, config, {"input_ids": torch.arange(3, 15).view(2, 6)}
 
 
 def siglip():  # type: ignore[no-untyped-def]
+    """The class, configuration and inputs of a small SigLIP vision model."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
     config = transformers.SiglipVisionConfig(
         num_hidden_layers=2, image_size=16, patch_size=4, **sizes

@@ -23,6 +23,7 @@ T5, SWIN = "T5ForConditionalGeneration", "SwinModel"
 
 
 def biases_of(calls: Any) -> list[Any]:
+    """The relative biases of recorded calls."""
     return [call.kwargs["relative_bias"] for call in calls.call_args_list]
 
 

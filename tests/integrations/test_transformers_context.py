@@ -39,6 +39,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, bool]] = {
 
 
 def run_models() -> dict[str, Any]:
+    """Pairs of results of every model, and the errors of refused calls, on this rank."""
     found: dict[str, Any] = {}
     with register(), context_parallel(layout="contiguous"):
         for name, (kind, sizes, layout, padded) in MODELS.items():
@@ -50,6 +51,7 @@ def run_models() -> dict[str, Any]:
 def compared(
     kind: str, sizes: dict[str, Any], layout: str, padded: bool
 ) -> list[tuple[Tensor, Tensor]]:
+    """Pairs (on all ranks, on one rank) of the output and the gradients of a model."""
     torch.manual_seed(0)
     architecture = getattr(transformers, kind)
     model = architecture(architecture.config_class(**SIZES, **sizes)).double().train()
@@ -89,6 +91,7 @@ def compared(
 
 
 def refused() -> dict[str, str]:
+    """The errors of calls that context parallelism refuses, by name."""
     config = transformers.LlamaConfig(**SIZES)
     model = transformers.LlamaForCausalLM(config)
     model.set_attn_implementation(NAME)

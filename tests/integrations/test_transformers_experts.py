@@ -34,10 +34,12 @@ def model_of(name: str) -> Any:
 
 
 def experts_of(model: nn.Module) -> list[Any]:
+    """The modules of experts in a model."""
     return [module for module in model.modules() if hasattr(module, "is_transposed")]
 
 
 def results(model: Any) -> dict[str, Tensor]:
+    """The output and the gradients of all parameters."""
     model.zero_grad()
     out = model(IDS).last_hidden_state
     out.square().sum().backward()

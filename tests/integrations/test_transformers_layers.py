@@ -30,12 +30,14 @@ TEXT, PADDED = {"input_ids": IDS}, {"input_ids": IDS, "attention_mask": KEPT.lon
 
 
 def text(name: str, **sizes: Any) -> nn.Module:
+    """A small text model of the given architecture."""
     config = getattr(transformers, f"{name}Config")(vocab_size=99, **sizes)
     model: nn.Module = getattr(transformers, f"{name}Model")(config)
     return model.eval()
 
 
 def whisper() -> nn.Module:
+    """A small Whisper encoder."""
     from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
     heads, sizes = {"encoder_attention_heads": 4}, {"encoder_layers": 3, "encoder_ffn_dim": 48}
@@ -46,6 +48,7 @@ def whisper() -> nn.Module:
 
 
 def image(name: str, **more: Any) -> nn.Module:
+    """A small vision model of the given architecture."""
     config = getattr(transformers, f"{name}Config")(image_size=32, patch_size=8, **SIZES, **more)
     model: nn.Module = getattr(
         transformers,
@@ -81,12 +84,14 @@ def calls() -> Iterator[list[int]]:
 
 
 def last(model: nn.Module, given: dict[str, Tensor], **more: Any) -> Tensor:
+    """The last hidden state."""
     with torch.no_grad():
         out: Tensor = model(**given, **more).last_hidden_state
     return out
 
 
 def close(got: Tensor, want: Tensor, kept: Tensor | None = None) -> None:
+    """Compare two hidden states, only where `kept` is True."""
     if kept is not None:
         got, want = got[kept], want[kept]
     assert torch.allclose(got, want, atol=1e-5, rtol=1e-4)
@@ -169,6 +174,7 @@ def replaced(part: str, **attributes: Any) -> Any:
 
 
 def hooked(part: str) -> Any:
+    """A change of a model: a hook at one of its parts."""
     return lambda model: model.get_submodule(part).register_forward_pre_hook(lambda _, x: x).remove
 
 
@@ -207,7 +213,7 @@ def test_what_changes_around_the_layers(change: Any, calls: Any) -> None:
     assert (calls.layers[0], calls.layers[-1]) == (3, 3)
 
 
-def test_what_a_model_of_texts_leaves_to_stock(calls: Any) -> None:
+def test_calls_of_a_text_model_that_run_its_own_forward(calls: Any) -> None:
     """Other arguments and errors; what reads its ``forward`` or is around it."""
     model = text("Bert", **SIZES)
     stock = copy.deepcopy(model)
@@ -283,7 +289,7 @@ def test_unpad_false_keeps_the_values_of_padding(calls: list[int]) -> None:
         fastattn.accelerate(model, unpad=1)  # type: ignore[arg-type]
 
 
-def test_what_mpnet_leaves_to_stock(calls: list[int]) -> None:
+def test_calls_of_mpnet_that_run_stock_attention(calls: list[int]) -> None:
     """Masks of pairs, and of tokens between others; a hook at a layer; its table under a hook."""
     model = text("MPNet", **SIZES)
     for x in model.parameters():  # larger than in a new model, whose biases hardly count
@@ -368,7 +374,7 @@ def test_all_layers_are_one_call(name: str, calls: Any) -> None:
     assert calls.layers[2:] == [1] * len(calls.layers[2:])
 
 
-def test_a_decoder_is_none(calls: list[int]) -> None:
+def test_a_decoder_does_not_run_as_one_native_call(calls: list[int]) -> None:
     model = text("Bert", is_decoder=True, **SIZES)
     stock = copy.deepcopy(model)
     fastattn.accelerate(model)

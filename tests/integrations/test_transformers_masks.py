@@ -28,6 +28,7 @@ POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [4, 5, 0, 1, 2, 3, 0, 7]])
 
 
 def _packed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A mask function within packed sequences."""
     return hf.packed_sequence_compatibility_function(function, POSITIONS, SEGMENTS)
 
 
@@ -241,6 +242,7 @@ def test_a_mask_that_is_equal_for_all_queries_has_one_row() -> None:
 def _exact(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """The output and the weights by the definition, with a boolean mask and sinks."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     scores = query @ key.mT / query.shape[3] ** 0.5
     if mask is not None:

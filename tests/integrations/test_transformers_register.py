@@ -126,6 +126,7 @@ def test_an_unknown_argument_is_named() -> None:
 
 @pytest.fixture
 def nothing_is_loaded() -> Iterator[None]:
+    """Forget the registries of transformers before and after a test."""
     _registry._registries.cache_clear()
     yield
     _registry._registries.cache_clear()

@@ -24,6 +24,7 @@ TEXT = {"input_ids": IDS, "attention_mask": KEPT.long()}
 
 
 def deberta(**more: Any) -> nn.Module:
+    """A small DeBERTa encoder."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     terms = {"relative_attention": True, "position_buckets": 8, "max_position_embeddings": 40,
              "pos_att_type": ["p2c", "c2p"], "norm_rel_ebd": "layer_norm", "share_att_key": True,
@@ -43,6 +44,7 @@ def with_weights(model: nn.Module) -> nn.Module:
 
 
 def conformer(**more: Any) -> nn.Module:
+    """A small encoder of Wav2Vec2-Conformer."""
     from transformers.models.wav2vec2_conformer.modeling_wav2vec2_conformer import (
         Wav2Vec2ConformerEncoder,
     )
@@ -55,6 +57,7 @@ def conformer(**more: Any) -> nn.Module:
 
 
 def parakeet() -> nn.Module:
+    """A small Parakeet encoder."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     config = transformers.ParakeetEncoderConfig(
         num_hidden_layers=2, num_mel_bins=16, subsampling_conv_channels=8, layerdrop=0.0, **sizes
@@ -63,6 +66,7 @@ def parakeet() -> nn.Module:
 
 
 def sam(name: str = "Sam", **more: Any) -> nn.Module:
+    """A small vision encoder of Segment Anything, with windows and global attention."""
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "mlp_dim": 48}
     image = {"image_size": 64, "patch_size": 8, "window_size": 3, "global_attn_indexes": [1]}
     config = getattr(transformers, f"{name}VisionConfig")(output_channels=8, **sizes, **image)
@@ -111,9 +115,7 @@ def results(model: nn.Module, inputs: dict[str, Any]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", [*MODELS, *OTHERS])
-def test_outputs_and_gradients_are_those_of_stock(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outputs_and_gradients_equal_stock(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, inputs = OTHERS[name] if name in OTHERS else (MODELS[name], TEXT)
     model = make()
     stock = copy.deepcopy(model)
@@ -144,17 +146,19 @@ def test_outputs_and_gradients_are_those_of_stock(
 
 
 def transcribed(model: Any) -> Any:
+    """The tokens that a speech model generates."""
     out: Any = model.generate(SPECTRUM["input_features"].double(), FRAMES.long())
     return out if isinstance(out, Tensor) else out.sequences
 
 
 def segmented(model: nn.Module) -> Tensor:
+    """The masks that an image model predicts for points."""
     points = torch.tensor([[[[20.0, 30.0]]], [[[50.0, 10.0]]]]).double()
     return model(pixel_values=IMAGE["pixel_values"].double(), input_points=points).pred_masks > 0
 
 
 @pytest.mark.parametrize("name", ["parakeet", "sam"])
-def test_transcripts_and_masks_are_those_of_stock(name: str) -> None:
+def test_transcripts_and_masks_equal_stock(name: str) -> None:
     """In float64, where rounding does not decide between two tokens."""
     if name == "sam":
         parts = {"vision_config": {**sam().config.to_dict(), "num_pos_feats": 4}}

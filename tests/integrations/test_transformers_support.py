@@ -73,6 +73,7 @@ def registered() -> Iterator[None]:
 
 
 def logits(model_class, config, implementation: str, mask):  # type: ignore[no-untyped-def]
+    """The logits of a new model with the given attention implementation."""
     torch.manual_seed(0)
     model = model_class._from_config(config, attn_implementation=implementation).eval()
     ids = torch.arange(3, 3 + mask.numel()).view(mask.shape)

@@ -135,6 +135,7 @@ def test_compiled(entry: Entry) -> None:
 
 
 def _compiles_whole(model: nn.Module, inputs: dict[str, Any]) -> bool:
+    """Whether torch.compile captures the model in one graph."""
     torch.compiler.reset()
     try:
         with torch.no_grad():

@@ -52,6 +52,7 @@ def test_models_that_use_the_registry(build: Build, calls: list[Any]) -> None:
 
 @contextlib.contextmanager
 def registered(model: Any) -> Iterator[None]:
+    """Run the model with fastattn's backend."""
     with register():
         model.set_attention_backend("fastattn")
         yield
@@ -130,6 +131,7 @@ def test_context_parallelism_is_refused() -> None:
 
 
 def state() -> tuple[Any, ...]:
+    """All tables of diffusers' registry of attention backends, copied."""
     dispatch = library("diffusers.models.attention_dispatch")
     registry, names = dispatch._AttentionBackendRegistry, dispatch.AttentionBackendName
     tables = registry._backends, registry._constraints, registry._supported_arg_names
@@ -193,6 +195,7 @@ def test_after_undo_a_model_with_our_backend_raises() -> None:
 
 @pytest.fixture
 def nothing_is_loaded() -> Iterator[None]:
+    """Forget the registries of diffusers before and after a test."""
     _registry._registry.cache_clear()
     yield
     _registry._registry.cache_clear()

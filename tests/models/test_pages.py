@@ -48,6 +48,7 @@ def pipeline(build: Build, part: str) -> Any:
 
 
 def prepare_diffusers(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Small models in place of the pipelines that the page downloads."""
     models = {
         "black-forest-labs/FLUX.1-schnell": (flux, "transformer"),
         "stable-diffusion-v1-5/stable-diffusion-v1-5": (unet, "unet"),
@@ -62,6 +63,7 @@ def prepare_diffusers(patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def check_diffusers(names: dict[str, Any]) -> None:
+    """The images must equal those of the stock pipeline, which is restored."""
     for ours in ("images", "more_images"):
         torch.testing.assert_close(names[ours], names[f"stock_{ours}"])
     with fastattn.trace() as calls:
@@ -70,6 +72,7 @@ def check_diffusers(names: dict[str, Any]) -> None:
 
 
 def prepare_timm(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Small models in place of the pretrained ones."""
     timm = library("timm")
     create_model = timm.create_model
 
@@ -85,6 +88,7 @@ def prepare_timm(patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def check_timm(names: dict[str, Any]) -> None:
+    """All attention is served, until the model is restored."""
     assert all(call.backend for call in names["calls"])
     assert sum(call.count for call in names["calls"]) == 4
     torch.testing.assert_close(names["logits"], names["swin"](names["images"]))
@@ -94,6 +98,7 @@ def check_timm(names: dict[str, Any]) -> None:
 
 
 def prepare_other_libraries(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A small sentence encoder in place of the pretrained one."""
     sentences = library("sentence_transformers")
     build = sentences.SentenceTransformer
 
@@ -112,6 +117,7 @@ def prepare_other_libraries(patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def check_other_libraries(names: dict[str, Any]) -> None:
+    """Every model is accelerated, restored, and gives the stock results."""
     sentences = ["What runs here?", "The attention of a model of transformers, on fused kernels."]
     for model in ("model", "clip", "speech", "decoder", "vision"):
         report = fastattn.accelerate(names[model])
@@ -125,6 +131,7 @@ def check_other_libraries(names: dict[str, Any]) -> None:
 
 
 def prepare_tabpfn(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A small model behind the interface of TabPFN's classifier."""
     model = tabpfn_model()
 
     class Classifier:
@@ -145,6 +152,7 @@ def prepare_tabpfn(patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def check_tabpfn(names: dict[str, Any]) -> None:
+    """The probabilities equal the stock ones."""
     (model,) = names["classifier"].models_
     fastattn.restore(model)
     stock = names["classifier"].predict_proba(names["x"][100:])
@@ -169,11 +177,13 @@ class TalkingHeads(nn.Module):
 
 
 def prepare_mixed(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A model with attention that is served and attention that is not."""
     torch.manual_seed(0)
     return {"model": Mixed(), "inputs": torch.randn(2, 5, 16)}
 
 
 def check_accelerate(names: dict[str, Any]) -> None:
+    """One part is not served, as the page says."""
     (part,) = names["report"].unserved
     assert part.modules == ("talks",)
     assert [call.backend for call in names["calls"]] == ["cpu"]
@@ -181,6 +191,7 @@ def check_accelerate(names: dict[str, Any]) -> None:
 
 
 def check_migration(names: dict[str, Any]) -> None:
+    """The outputs in 16 bits are near the exact ones."""
     exact = names["model"].float()(names["inputs"])
     for result in ("output", "output_16"):
         assert names[result].dtype is torch.bfloat16

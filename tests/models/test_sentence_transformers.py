@@ -23,6 +23,7 @@ REGISTRY = "transformers' registry"
 
 
 def sentence_model(folder: Path, *args: Any, **settings: Any) -> Any:
+    """A small model of sentence-transformers."""
     modules = sentence_modules(folder, *args, **settings)
     model = library("sentence_transformers").SentenceTransformer(modules=modules, device="cpu")
     return model.double()
@@ -34,10 +35,12 @@ def model(tmp_path: Path) -> Any:
 
 
 def embeddings(model: Any) -> dict[str, Tensor]:
+    """The embeddings of the sentences."""
     return {"out": torch.tensor(model.encode(SENTENCES))}
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
+    """The gradients of all parameters."""
     model.eval().zero_grad()
     found = model(model.preprocess(SENTENCES))["sentence_embedding"]
     (found * torch.arange(WIDTH)).sum().backward()
@@ -45,6 +48,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 
 def is_packed(model: Any) -> bool:
+    """Whether the model receives packed sentences instead of padded ones."""
     features = model.preprocess(SENTENCES)
     assert ("attention_mask" in features) != ("cu_seq_lens_q" in features)
     return "cu_seq_lens_q" in features

@@ -29,6 +29,7 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
 
 
 def register() -> Any:
+    """Register fastattn with TabPFN."""
     registry()  # from here on it can be imported
     from fastattn.integrations import tabpfn
 
@@ -36,6 +37,7 @@ def register() -> Any:
 
 
 def registry() -> Any:
+    """TabPFN's registry of attention functions."""
     return library("tabpfn.architectures.shared.attention_backends")
 
 
@@ -105,6 +107,7 @@ def native() -> Iterator[mock.Mock]:
 
 
 def cells(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random embeddings of cells."""
     return torch.randn(*shape, 192, generator=torch.Generator().manual_seed(2)).to(dtype)
 
 

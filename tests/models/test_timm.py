@@ -38,6 +38,7 @@ def every_fused_attention() -> Iterator[None]:
 
 
 def model_and_images(name: str) -> tuple[nn.Module, Tensor]:
+    """A small model of timm and two images."""
     torch.manual_seed(0)
     model = library("timm").create_model(name, **MODELS[name])
     initialized(model)
@@ -74,6 +75,7 @@ def test_training_steps() -> None:
 
 
 def train(model: nn.Module, images: Tensor) -> None:
+    """Take three steps of Adam."""
     model.train()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-3)
     for _ in range(3):

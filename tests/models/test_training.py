@@ -26,10 +26,12 @@ Example = tuple[nn.Module, dict[str, Any]]
 
 
 def of_images(model: nn.Module, size: int) -> Example:
+    """The model and two random images."""
     return Adapted(model, lambda model, x: model(x)), {"x": draw(2, 3, size, size)}
 
 
 def of_timm(name: str) -> Example:
+    """A small timm model that calls fused attention, with images."""
     timm = library("timm")
     timm.layers.set_fused_attn(True, experimental=True)  # read when a module is made
     model = timm.create_model(name, **TIMM[name])
@@ -38,16 +40,19 @@ def of_timm(name: str) -> Example:
 
 
 def open_clip() -> Example:
+    """A small CLIP model with images and texts."""
     inputs = {"image": draw(2, 3, 32, 32), "text": torch.tensor([[1, 2, 3, 4, 19, 0]] * 2)}
     return Adapted(open_clip_model(), lambda model, **inputs: model(**inputs)[:2]), inputs
 
 
 def whisper() -> Example:
+    """A small Whisper model with spectrograms and tokens."""
     inputs = {"mel": draw(2, 4, 10), "tokens": torch.tensor([[3, 1, 4, 1, 5, 9]] * 2)}
     return Adapted(whisper_model(), lambda model, **inputs: model(**inputs)), inputs
 
 
 def x_transformers() -> Example:
+    """A small decoder of x-transformers, with tokens."""
     library_ = library("x_transformers")
     decoder = library_.Decoder(dim=16, depth=1, heads=2, attn_dim_head=8, attn_flash=True)
     model = library_.TransformerWrapper(num_tokens=20, max_seq_len=8, attn_layers=decoder)
@@ -55,6 +60,7 @@ def x_transformers() -> Example:
 
 
 def sentence_transformers(folder: Path) -> Example:
+    """A small sentence encoder, with padded tokens."""
     model = nn.Sequential(*sentence_modules(folder))
     inputs = {
         "input_ids": torch.tensor([[2, 4, 5, 3], [2, 6, 3, 0]]),
@@ -75,6 +81,7 @@ EXAMPLES: dict[str, Callable[..., Example]] = {
 
 @pytest.fixture(params=[*EXAMPLES, "sentence_transformers", *TIMM])
 def example(request: pytest.FixtureRequest, tmp_path: Path) -> Example:
+    """A model of the parametrized library in float32, with its inputs."""
     name = request.param
     if name == "sentence_transformers":
         model, inputs = sentence_transformers(tmp_path)
@@ -120,6 +127,7 @@ def test_a_compiled_model(example: Example) -> None:
 
 @contextlib.contextmanager
 def served(model: nn.Module) -> Any:
+    """Accelerate the model; all of its attention must be served."""
     report = fastattn.accelerate(model)
     try:
         assert report.served

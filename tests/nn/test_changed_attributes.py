@@ -38,6 +38,7 @@ def normal(*shape: int) -> Tensor:
 
 
 def tensors_of(results: Any) -> list[Tensor]:
+    """All tensors in the results of a module."""
     if isinstance(results, Tensor):
         return [results]
     return [] if results is None else [x for part in results for x in tensors_of(part)]
@@ -59,6 +60,7 @@ def outcome(module: nn.Module, forward: Forward) -> list[Tensor | None] | Except
 
 
 def assert_same_outcome(ours: Any, expected: Any, what: str) -> None:
+    """Both must be the same results, or errors of the same type."""
     if isinstance(expected, Exception):
         assert type(ours) is type(expected), f"{what}: {ours!r} instead of {expected!r}"
         return
@@ -125,6 +127,7 @@ def attentions(options: dict[str, Any]) -> tuple[nn.Module, nn.Module, nn.Module
 
 
 def assert_as_in_pytorch(name: str, value: Any, options: dict[str, Any], call: Any) -> None:
+    """A module with a changed attribute must behave as PyTorch's does."""
     modules = attentions(options)
     for mode, need_weights in (("train", True), ("train", False), ("eval", False)):
         forward = functools.partial(attend, call=call, need_weights=need_weights)
@@ -185,22 +188,26 @@ class Doubled(nn.Module):
 
 
 def parametrized(module: Any) -> None:
+    """Register parametrizations of the biases."""
     parametrize.register_parametrization(module, "in_proj_bias", Doubled())
     parametrize.register_parametrization(module.out_proj, "bias", Doubled())
 
 
 def pruned(module: Any) -> None:
+    """Prune half of the biases."""
     prune.l1_unstructured(module, "in_proj_bias", amount=0.5)
     prune.l1_unstructured(module.out_proj, "bias", amount=0.5)
 
 
 def without_parameters(module: Any) -> None:
+    """Replace the biases by plain tensors."""
     for owner, name in ((module, "in_proj_bias"), (module.out_proj, "bias")):
         value = owner._parameters.pop(name).data
         setattr(owner, name, value)
 
 
 def with_appended_rows(module: Any) -> None:
+    """Give the module a row that it appends to keys and values."""
     module.bias_k, module.bias_v = normal(1, 1, 16), normal(1, 1, 16)
 
 

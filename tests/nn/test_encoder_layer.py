@@ -65,6 +65,8 @@ def by_operators(
     table: Tensor | None = None,
     rms: bool = False,
 ) -> Tensor:
+    """The layer on packed rows, from PyTorch's functions alone."""
+
     def attend(x: Tensor) -> Tensor:
         q, k, v = (F.linear(x, *parts[n]).unflatten(-1, (heads, -1)) for n in range(3))
         outs = [
@@ -257,6 +259,7 @@ def calls() -> Iterator[list[int]]:
 
 
 def layer(**options: Any) -> nn.TransformerEncoderLayer:
+    """A small encoder layer in eval mode."""
     return fastattn.nn.TransformerEncoderLayer(16, 2, 24, batch_first=True, **options).eval()
 
 
@@ -319,6 +322,7 @@ def test_calls_that_the_layers_own_forward_runs(calls: list[int]) -> None:
 
 
 def doubled(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    """A hook that doubles the output."""
     return 2 * output
 
 

@@ -41,6 +41,7 @@ def model() -> nn.Sequential:
 
 
 def restored(module: nn.Module) -> None:
+    """Restore every part of a module by itself."""
     for part in module.modules():
         restore(part)
 
@@ -65,7 +66,7 @@ def test_the_class_is_replaced_and_restored() -> None:
     assert all("_fastattn_replaced" not in x.__dict__ for x in module)
 
 
-def test_restore_keeps_modules_constructed_as_ours() -> None:
+def test_restore_keeps_modules_constructed_as_fastattns() -> None:
     module = Linear(8, 4)
     assert replace_linear(module) == []
     assert not restore(module)
@@ -159,6 +160,7 @@ def test_copies(again: Callable[[Any], Any]) -> None:
 
 
 def _saved(module: nn.Module) -> Any:
+    """The module after saving and loading."""
     file = io.BytesIO()
     torch.save(module, file)
     file.seek(0)

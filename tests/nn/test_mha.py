@@ -55,6 +55,7 @@ class Call:
         return same_width and (not self.is_causal or self.mask == "causal")
 
     def module(self, cls: type[nn.MultiheadAttention]) -> nn.MultiheadAttention:
+        """A module of the class, with the options of the call."""
         module = cls(
             EMBED,
             HEADS,
@@ -68,6 +69,8 @@ class Call:
         return module.train(self.training)
 
     def tensors(self, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """The query, key and value of the call, in its layout and dtype."""
+
         def draw(length: int, width: int) -> Tensor:
             shape = (BATCH, length) if self.batch_first else (length, BATCH)
             x = torch.randn((*(shape if self.batched else (length,)), width), generator=generator)
@@ -185,6 +188,7 @@ def run(
 
 
 def cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A floating tensor in a dtype; masks stay boolean."""
     return x if x is None or x.dtype == torch.bool else x.to(dtype)
 
 

@@ -41,6 +41,7 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def pair(**options: Any) -> tuple[nn.MultiheadAttention, MultiheadAttention]:
+    """PyTorch's module and ours with the same parameters."""
     stock = nn.MultiheadAttention(EMBED, HEADS, **options)
     fused = MultiheadAttention(EMBED, HEADS, **options)
     fused.load_state_dict(stock.state_dict())

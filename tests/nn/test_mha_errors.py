@@ -16,6 +16,7 @@ from fastattn.nn import MultiheadAttention
 
 
 def message(function: Callable[[], Any]) -> tuple[type, str] | None:
+    """The error of a call, as type and text."""
     try:
         function()
     except Exception as error:

@@ -107,6 +107,7 @@ MODES = ["train", "eval", "no_grad", "inference"]
 
 
 def in_mode(mode: str, model: nn.Module, run: Callable[[nn.Module], Tensor]) -> Tensor:
+    """Run a model in the mode "train", "eval", "no_grad" or "inference"."""
     model.train(mode == "train")
     context = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(
         mode, torch.enable_grad

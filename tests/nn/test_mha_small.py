@@ -43,6 +43,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def module_of(dtype: torch.dtype = torch.float32, **options: object) -> fastattn.MultiheadAttention:
+    """A module of three heads in evaluation mode, with random biases."""
     torch.manual_seed(0)
     module = fastattn.MultiheadAttention(24, 3, dtype=dtype, **options).eval()
     if module.in_proj_bias is not None:
@@ -117,11 +118,14 @@ def test_padded_rows_do_not_affect_the_result(calls: list[int]) -> None:
 
 
 def attend(module: nn.Module, *tensors: Tensor, **options: Any) -> Any:
+    """Self-attention of one tensor, or attention of three, without weights."""
     query, key, value = tensors if len(tensors) == 3 else 3 * tensors
     return module(query, key, value, need_weights=False, **options)
 
 
 def within(context: Callable[[], Any]) -> Callable[[nn.Module, Tensor], Any]:
+    """A use of the module within a context."""
+
     def use(module: nn.Module, x: Tensor) -> None:
         with context():
             y = attend(module, x)[0]

@@ -45,6 +45,7 @@ def fused() -> MultiheadAttention:
 
 
 def close(got: Any, want: Any, tolerance: float = 1e-6) -> bool:
+    """Whether two tuples of tensors are close."""
     return all(
         a is b or torch.allclose(a, b, atol=tolerance) for a, b in zip(got, want, strict=True)
     )

@@ -21,6 +21,7 @@ def x(generator: torch.Generator) -> Tensor:
 
 
 def modules(**options: Any) -> list[nn.Module]:
+    """Both positional encodings, of width 8."""
     return [
         SinusoidalPositionalEncoding(8, **options),
         LearnedPositionalEncoding(40, 8, **options),

@@ -150,7 +150,9 @@ def test_a_fully_masked_row_gives_zero_and_no_gradient(backend: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_a_bad_key_or_value_reaches_only_queries_that_see_it(target: Target, bad: float) -> None:
+def test_a_nonfinite_key_or_value_affects_only_queries_that_see_it(
+    target: Target, bad: float
+) -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         args = operands(1, 9, 40, 6, 5, dtype=dtype, grad=True)
         mask = torch.ones(9, 40, dtype=torch.bool)

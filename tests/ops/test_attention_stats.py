@@ -36,6 +36,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def operands(shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator) -> list[Tensor]:
+    """Queries and keys of the given sizes (B, Hq, Hkv, Lq, Lk)."""
     b, hq, hkv, lq, lk = shape
     query = 2 * torch.randn(b, hq, lq, 24, generator=g, dtype=torch.float64)
     return [
@@ -45,6 +46,7 @@ def operands(shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator) -> 
 
 
 def summed_up(w: Tensor, lse: Tensor, top_k: int, rows: list[int]) -> list[Tensor]:
+    """The statistics of weights `w`, by their definitions."""
     return [
         lse,
         w.sum(2),

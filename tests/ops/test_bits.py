@@ -86,6 +86,7 @@ THREADS: dict[str, list[Any]] = {
 
 
 def named(*tables: dict[str, list[Any]]) -> list[Any]:
+    """All cases of the tables, as parameters of a test."""
     return [
         pytest.param(op, case, id=f"{op}-{case.name}")
         for table in tables
@@ -95,6 +96,7 @@ def named(*tables: dict[str, list[Any]]) -> list[Any]:
 
 
 def inputs_of(op: str, case: Any, dtype: torch.dtype) -> Any:
+    """The inputs of a case."""
     inputs = PROOFS[op].make(case, dtype)
     if op == "hopfield_retrieve":
         inputs.options["update_steps_eps"] = 0.3  # so that queries converge after different steps

@@ -25,10 +25,13 @@ def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def by_global(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """A causal mask_mod that reads a global variable."""
     return q + shift >= k
 
 
 def shifted(by: Any) -> Any:
+    """A causal mask whose queries are moved by a number of positions."""
+
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return q + by >= k
 
@@ -46,12 +49,14 @@ def partly(mask_mod: Any) -> Any:
 
 
 def pairs(mask_mod: Any, q_len: int = LQ) -> Tensor:
+    """All pairs of a mask_mod, as a tensor."""
     none = torch.zeros((), dtype=torch.int64)
     visible: Tensor = mask_mod(none, none, torch.arange(q_len)[:, None], torch.arange(LK))
     return visible.expand(q_len, LK).clone()
 
 
 def assert_is_current(block_mask: Any) -> None:
+    """Attention with the block mask must equal attention with its mask_mod as it is now."""
     query = torch.randn(1, 2, block_mask.seq_lengths[0], 8)
     key = torch.randn(1, 2, LK, 8)
     now = pairs(block_mask.mask_mod, query.shape[2])
@@ -76,6 +81,7 @@ def test_the_decoding_loop_of_flex_attention() -> None:
 
 
 def in_a_cell() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod that reads a variable of the enclosing function, and what changes it."""
     by = 0
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -89,32 +95,39 @@ def in_a_cell() -> tuple[Any, Callable[[], Any]]:
 
 
 def in_a_tensor() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod that reads a tensor, and what changes it."""
     by = torch.tensor(0)
     return shifted(by), lambda: by.fill_(100)
 
 
 def in_memory_of_numpy() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod that reads memory of NumPy, and what changes it."""
     memory = np.zeros((), dtype=np.int64)  # a write changes no version of the tensor
     return shifted(torch.from_numpy(memory)), lambda: memory.fill(100)
 
 
 def in_another_function() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod within another one, and what changes it."""
     inner, change = in_a_cell()
     return and_masks(inner, lambda b, h, q, k: k < 150), change
 
 
 def in_a_list() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod that reads an item of a list, and what changes it."""
     by = [torch.tensor(0)]
     mask_mod = lambda b, h, q, k: q + by[0] >= k  # noqa: E731
     return mask_mod, lambda: by.__setitem__(0, torch.tensor(100))
 
 
 def in_an_object() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod that reads an attribute of an object, and what changes it."""
     owner = SimpleNamespace(by=0)
     return lambda b, h, q, k: q + owner.by >= k, lambda: setattr(owner, "by", 100)
 
 
 def in_a_callable() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod that is an object, and what changes its attribute."""
+
     class MaskMod:
         by = 0
 
@@ -126,11 +139,14 @@ def in_a_callable() -> tuple[Any, Callable[[], Any]]:
 
 
 def in_a_method() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod that is a method, and what changes it."""
     mask_mod, change = in_a_callable()
     return mask_mod.__call__, change
 
 
 def in_a_default() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod that reads a default argument, and what changes it."""
+
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor, by: int = 0) -> Tensor:
         return q + by >= k
 
@@ -138,6 +154,8 @@ def in_a_default() -> tuple[Any, Callable[[], Any]]:
 
 
 def in_a_partial() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod that is a partial function, and what changes its keyword."""
+
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor, *, by: int) -> Tensor:
         return q + by >= k
 
@@ -146,6 +164,8 @@ def in_a_partial() -> tuple[Any, Callable[[], Any]]:
 
 
 def in_an_attribute() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod that reads its own attribute, and what changes it."""
+
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return q + mask_mod.by >= k  # type: ignore[attr-defined]
 
@@ -154,6 +174,7 @@ def in_an_attribute() -> tuple[Any, Callable[[], Any]]:
 
 
 def in_the_code() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod whose code is replaced."""
     mask_mod = lambda b, h, q, k: q >= k  # noqa: E731
     return mask_mod, lambda: setattr(
         mask_mod, "__code__", (lambda b, h, q, k: q + 100 >= k).__code__
@@ -161,6 +182,7 @@ def in_the_code() -> tuple[Any, Callable[[], Any]]:
 
 
 def in_a_global() -> tuple[Any, Callable[[], Any]]:
+    """A mask_mod that reads a global variable, and what changes it."""
     globals()["shift"] = 0
     return by_global, lambda: globals().update(shift=100)
 

@@ -23,11 +23,14 @@ MHA = fastattn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True, dtype=tor
 
 
 def packed(q: Tensor, v: Tensor) -> Tensor:
+    """Dropout in packed sequences."""
     q, v = (x.permute(3, 0, 1, 2).flatten(1, 2) for x in (q, v))  # [11, 6, 8]
     return fastattn.varlen_attention(q, q, v, STARTS, STARTS, dropout_p=0.5)
 
 
 def jagged(q: Tensor, v: Tensor) -> Tensor:
+    """Dropout in a jagged tensor of the same sequences."""
+
     def rows(x: Tensor) -> Any:
         x = x.permute(3, 0, 1, 2).flatten(1, 2)
         nested = torch.nested.nested_tensor_from_jagged(x, STARTS, min_seqlen=0, max_seqlen=7)
@@ -61,6 +64,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @contextlib.contextmanager
 def budget_of(share: float) -> Iterator[None]:
+    """Compile with a budget: which share of the activations may be saved."""
     # Without the cache: its key is the graph before the draws are split into their parts.
     with partitioner.patch(activation_memory_budget=share, enable_autograd_cache=False):
         yield

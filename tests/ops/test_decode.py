@@ -160,6 +160,7 @@ def test_values_may_be_a_view_of_the_keys(
 
 
 def _bad() -> list[tuple[dict[str, Any], type[Exception], str]]:
+    """Invalid arguments, with the error that each raises."""
     x, n = torch.zeros(3, 2, 12, 8), torch.tensor([4, 0, 9])
     learnt = torch.zeros(3, 4, 2, 8, requires_grad=True)
     return [

@@ -23,22 +23,26 @@ def attending(**given: Any) -> Tensor:
 
 
 def masked(table: Tensor, ids: Tensor, **given: Any) -> Tensor:
+    """Decode with a table of distances and a mask of documents, windows and drafts."""
     tree = masks.draft_tree(torch.ones(2, 2, device=ids.device).tril().bool())
     mask = masks.document(ids) & masks.sliding_window(5, 0) & tree
     return attending(**given, mask=mask, relative_bias=T5(table, False, 6))
 
 
 def without_new_rows(**options: Any) -> dict[str, Any]:
+    """A call that appends nothing."""
     given = cache_operands(**options)
     return {name: x for name, x in given.items() if name not in ("key", "value")}
 
 
 def rotating() -> dict[str, Any]:
+    """A call with rotary embedding."""
     turns = torch.arange(12)[:, None] * 10000.0 ** -(torch.arange(4) / 4)
     return cache_operands() | {"rotary_cos": turns.cos(), "rotary_sin": turns.sin()}
 
 
 def with_table_and_ids() -> dict[str, Any]:
+    """A call with a table of distances and a mask of document ids."""
     ids = torch.arange(36).view(3, 12).div(5, rounding_mode="floor")
     draw = torch.Generator().manual_seed(1)
     given = {"table": torch.randn(8, 4, generator=draw), "ids": ids}
@@ -46,6 +50,7 @@ def with_table_and_ids() -> dict[str, Any]:
 
 
 def with_everything() -> dict[str, Any]:
+    """A call with all biases, cache entries and left padding."""
     entries = {"cache_batch_idx": torch.tensor([2, 0, 1]), "cache_leftpad": torch.tensor([1, 0, 2])}
     biases = {"alibi_slopes": torch.full((4,), 0.5), "sinks": torch.arange(4.0)}
     return cache_operands() | entries | biases | {"scale": 0.3, "window": (5, 0), "softcap": 2.0}
@@ -64,6 +69,7 @@ CALLS: dict[str, tuple[Callable[..., Tensor], Callable[[], dict[str, Any]]]] = {
 
 
 def in_memory(x: Tensor) -> Tensor:
+    """The bytes of a tensor."""
     return x.contiguous().view(torch.uint8)
 
 

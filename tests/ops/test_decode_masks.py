@@ -21,11 +21,13 @@ PREFIXES = torch.tensor([3, 1, 7])
 
 
 def operands() -> dict[str, Any]:
+    """Queries and a cache."""
     query, (keys, values) = torch.randn(3, 4, 2, 8), torch.randn(2, 3, 2, CAPACITY, 8)
     return {"query": query, "key_cache": keys, "value_cache": values, "cache_seqlens": LENGTHS}
 
 
 def mask_of(ids: Tensor, prefixes: Any, key_ids: Tensor | None = None) -> masks.Mask:
+    """A combined mask: documents without their last keys, and prefixes."""
     return masks.document(ids, key_ids) & ~masks.sliding_window(2, 0) | masks.prefix_lm(prefixes)
 
 

@@ -40,6 +40,7 @@ def call_of(name: str) -> Run:
 
 
 def results(run: Run) -> list[Tensor]:
+    """The tensors that a run returns, after its backward pass."""
     found = run()
     outs = [x for x in (found if isinstance(found, tuple) else (found,)) if isinstance(x, Tensor)]
     if outs[0].requires_grad:

@@ -23,6 +23,7 @@ SIZES: dict[str, Any] = {"few": (6, 9, {}), "long": (70, 300, {"is_causal": True
 
 
 def leaves(q_len: int, k_len: int, rows: int = 17, **like: Any) -> dict[str, Tensor]:
+    """Operands, and the terms R [rows, Hkv, D], P [rows, Hq, D], u and v [Hq, D]."""
     shapes = {"query": (2, 4, q_len, 8), "key": (2, 2, k_len, 8), "value": (2, 2, k_len, 8),
               "R": (rows, 2, 8), "P": (rows, 4, 8), "u": (4, 8), "v": (4, 8)}  # fmt: skip
     like = {"dtype": torch.float64, "requires_grad": True, **like}
@@ -30,6 +31,7 @@ def leaves(q_len: int, k_len: int, rows: int = 17, **like: Any) -> dict[str, Ten
 
 
 def attend(x: dict[str, Tensor], bias: Any, mask: Any = None, **options: Any) -> Any:
+    """Attention with a bias, and the log-sum-exp."""
     qkv = x["query"], x["key"], x["value"]
     return scaled_dot_product_attention(
         *qkv, mask, enable_gqa=True, relative_bias=bias, return_lse=True, **options
@@ -51,7 +53,9 @@ def stored(x: dict[str, Tensor], limit: int | None, offset: int) -> Tensor:
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("limit", [None, 40])
 @pytest.mark.parametrize("name", SIZES)
-def test_they_are_the_terms_of_all_pairs(backend: str, limit: int | None, name: str) -> None:
+def test_content_terms_equal_the_terms_of_all_pairs(
+    backend: str, limit: int | None, name: str
+) -> None:
     q_len, k_len, options = SIZES[name]
     x, results = leaves(q_len, k_len), []
     offset = k_len - q_len if "causal_alignment" in options else 0
@@ -79,7 +83,7 @@ def test_each_term_is_optional(terms: str) -> None:
 
 
 @pytest.mark.parametrize(("span", "limit"), [(256, 512), (16, 40), (4, 100), (8, 9)])
-def test_the_logarithmic_map_is_that_of_deberta(span: int, limit: int) -> None:
+def test_the_logarithmic_map_equals_debertas(span: int, limit: int) -> None:
     deberta = pytest.importorskip("transformers.models.deberta_v2.modeling_deberta_v2")
     d = torch.arange(-3000, 3001)
     want = deberta.make_log_bucket_position(d, span, limit).long().clamp(-span, span) + span
@@ -205,6 +209,7 @@ def test_operands_that_do_not_fit_are_not_read() -> None:
 
 
 def image(height: int = 5, width: int = 7, **like: Any) -> dict[str, Tensor]:
+    """Queries, keys and values of an image, and a table for the distances of each axis."""
     x = leaves(height * width, height * width, **like)
     like = {"dtype": x["query"].dtype, "requires_grad": True}
     tables = {n: torch.randn(2 * k - 1, 8, **like) for n, k in (("h", height), ("w", width))}
@@ -212,7 +217,7 @@ def image(height: int = 5, width: int = 7, **like: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_the_bias_of_an_image_is_that_of_all_pairs(backend: str) -> None:
+def test_an_image_bias_equals_the_bias_of_all_pairs(backend: str) -> None:
     x, results = image(), []
     y, z = torch.arange(35) // 7, torch.arange(35) % 7
     vectors = x["h"][y[:, None] - y + 4], x["w"][z[:, None] - z + 6]

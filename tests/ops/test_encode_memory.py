@@ -234,6 +234,7 @@ test_errors = refuses(encode_memory, BAD)
 
 
 def inputs(tables: int | None, *lead: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, embeddings and temporal encoding of a memory, with leading dimensions `lead`."""
     draw = torch.Generator().manual_seed(5)
     table = () if tables is None else (tables,)
     tokens = torch.randint(0, 6, (*lead, 2, 3, 4), generator=draw)

@@ -122,6 +122,7 @@ def results(run: Run, number: int, tensors: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def outcome(run: Run, number: int, tensors: tuple[Tensor, ...]) -> list[Tensor] | Exception:
+    """The results of a run, or its ValueError."""
     try:
         return results(run, number, tensors)
     except ValueError as error:
@@ -129,6 +130,7 @@ def outcome(run: Run, number: int, tensors: tuple[Tensor, ...]) -> list[Tensor] 
 
 
 def assert_same_outcome(ours: Any, want: Any, name: str) -> None:
+    """Both must have the same results, or the same error, which names the option."""
     if isinstance(want, ValueError):
         assert isinstance(ours, ValueError)
         assert str(ours) == str(want)
@@ -223,6 +225,7 @@ WITHOUT_GRADIENT = ("scale-decode", "scale-stats", "softcap-decode")
 def results_in(
     dtype: torch.dtype, name: str, run: Run, number: float | None, tensors: tuple[Tensor, ...]
 ) -> list[Tensor]:
+    """The results of a run in a dtype; only the outputs for operators without a gradient."""
     tensors = tuple(x.to(dtype) for x in tensors)
     if name not in WITHOUT_GRADIENT:
         return results(run, number, tensors)
@@ -230,6 +233,7 @@ def results_in(
 
 
 def assert_close_in(dtype: torch.dtype, ours: list[Tensor], want: list[Tensor]) -> None:
+    """Finite results, equal up to the rounding of the dtype."""
     for x, y in zip(ours, want, strict=True):
         assert y.isfinite().all()
         torch.testing.assert_close(x, y, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 from collections.abc import Callable
@@ -11,6 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from flex_cases import (
+    BATCH,
+    CASES,
+    HEADS,
+    K_LEN,
+    Q_LEN,
+    WIDTH,
+    Mod,
+    judged,
+    results,
+    tensors_of,
+)
 from hypothesis import given as given_by
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -22,234 +33,17 @@ from fastattn import explain, masks
 from fastattn.backends.primitives import FlexOptions
 from fastattn.ops import flex
 from fastattn.ops._score_trace import Tracer
-from fastattn.testing.judge import deviations
-from fastattn.testing.rounding import Noise
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
 flex_attention: Any = flex.flex_attention
-BATCH, HEADS, KV_HEADS, Q_LEN, K_LEN, WIDTH = 2, 4, 2, 45, 70, 16
-Mod = Callable[[Any, Any, Any, Any, Any], Any]
-_TABLE = (HEADS, Q_LEN + K_LEN - 1)
-# Functions of captured tensors, and the shapes or values of these.
-CASES: dict[str, tuple[Callable[..., Mod], dict[str, Any]]] = {
-    "constant": (lambda: lambda s, b, h, q, k: torch.zeros_like(s), {}),
-    "softcap": (lambda: lambda s, b, h, q, k: 3.0 * torch.tanh(s / 3.0), {}),
-    "alibi": (lambda a: lambda s, b, h, q, k: s - a[h] * (q - k).abs(), {"a": (HEADS,)}),
-    "distances": (lambda a: lambda s, b, h, q, k: s + a[h, q - k + (K_LEN - 1)], {"a": _TABLE}),
-    "shifted": (
-        lambda a: lambda s, b, h, q, k: s + a[h, q + 2 * b - k + K_LEN],
-        {"a": (HEADS, Q_LEN + K_LEN + 2)},
-    ),
-    "by_head": (lambda a: lambda s, b, h, q, k: s + a.detach()[h] * 2 + a[h] ** 2, {"a": (HEADS,)}),
-    "prefix": (
-        lambda a: lambda s, b, h, q, k: torch.where((k <= a[b]) | (q >= k), s, -math.inf),
-        {"a": torch.tensor([3, 20])},
-    ),
-    "learned": (lambda a: lambda s, b, h, q, k: s + a[h, q, k], {"a": (HEADS, Q_LEN, K_LEN)}),
-    "gathers": (
-        lambda a, c: lambda s, b, h, q, k: 2 * s + a[h, q - k + (K_LEN - 1)] * c[h, q, k],
-        {"a": _TABLE, "c": (HEADS, Q_LEN, K_LEN)},
-    ),
-    "two_terms": (
-        lambda a, c: lambda s, b, h, q, k: s * torch.sigmoid(c[b, q]) + a[k].exp(),
-        {"a": (K_LEN,), "c": (BATCH, Q_LEN)},
-    ),
-    "shared": (
-        lambda a, c: lambda s, b, h, q, k: s * a.abs() + c[(q * k + h) % 5] + c[-1] * c[h // 2],
-        {"a": (), "c": (5,)},
-    ),
-    "documents": (
-        lambda a, c: (
-            lambda s, b, h, q, k: torch.where(
-                (a[q] == a[k]) | (c[k] & (k < 20)), s, torch.full_like(s, -math.inf)
-            )
-        ),
-        {"a": torch.arange(K_LEN) // 9, "c": torch.arange(K_LEN) % 3 > 0},
-    ),
-}
-
-
-def case(**captured: Any) -> Callable[[Callable[..., Mod]], Callable[..., Mod]]:
-    def add(make: Callable[..., Mod]) -> Callable[..., Mod]:
-        CASES[make.__name__] = make, captured
-        return make
-
-    return add
-
-
-@case(table=(HEADS,))
-def far(table: Tensor) -> Mod:
-    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        d = (k - q).abs().to(s.dtype)
-        return 2.0 * (s * 0.5).tanh() - d * d * 1e-3 + torch.log1p(d) * torch.sigmoid(table[h])
-
-    return mod
-
-
-@case()
-def window_2d() -> Mod:
-    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        y, x = (q // 8 - k // 8).abs(), (q % 8 - k % 8).abs()
-        return torch.where(torch.logical_and(y <= 2, x <= 3), s, float("-inf"))
-
-    return mod
-
-
-@case()
-def neighbours() -> Mod:
-    """The 5 x 5 around each query, moved into the image at its borders."""
-
-    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        y, x = (q // 7).clamp(2, 4), (q % 7).clamp(2, 4)
-        near = ((y - k // 7).abs() <= 2) & ((x - k % 7).abs() <= 2)
-        return torch.where(near, s, float("-inf"))
-
-    return mod
-
-
-@case(slope=(HEADS,), pages=torch.randperm(2 * 9).view(2, 9) - 3)
-def paged(slope: Tensor, pages: Tensor) -> Mod:
-    """Keys are in pages of 8; the table has the logical page of each, below 0 for none."""
-
-    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        page = pages[b, k // 8]
-        score = s - slope[h] * (q - (page * 8 + k % 8)).abs()
-        return torch.where(page >= 0, score, float("-inf"))
-
-    return mod
-
-
-@case(bias=(HEADS,))
-def functions(bias: Tensor) -> Mod:
-    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        far = torch.log(1 + (q - k).abs().to(s.dtype))
-        bent = torch.maximum(s, bias[h]) - torch.minimum(s * 0.5, far)
-        root = torch.sqrt(1 + s * s) - torch.abs(s - 0.1)
-        third = (q / 3).floor() / (2 + s.exp())
-        return bent + root.clamp(-1, 1.5) + torch.relu(s) ** 2 * 0.1 - third
-
-    return mod
-
-
-@case(bias=(HEADS,))
-def waves(bias: Tensor) -> Mod:
-    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        x, i = s + bias[h], q.to(s.dtype)
-        angles = torch.atan2(x, 1 + bias[h] ** 2) + torch.asin(0.9 * torch.sin(i * 0.1)) + x.atan()
-        angles = angles - torch.acos(0.5 * torch.tanh(x))
-        whole = (q >> 2) - torch.div(q - k, 3, rounding_mode="trunc") + (k & 6)
-        return (
-            torch.sin(3 * x)
-            + torch.cos(40 * x) * torch.tan(s.tanh())
-            + angles
-            + 0.1 * whole.to(s.dtype)
-        )
-
-    return mod
-
-
-@case(bias=(HEADS,))
-def powers(bias: Tensor) -> Mod:
-    gelu = torch.nn.functional.gelu
-
-    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        x = s + bias[h]
-        power = (1 + s.abs()) ** bias[h].sigmoid() + torch.exp2(-x.abs()) - torch.expm1(-x * x)
-        bell = torch.erf(x) - gelu(x) + gelu(s, approximate="tanh") + 1.5 ** torch.tanh(x)
-        return power + bell + torch.sinh(s.tanh()) * torch.cosh(s.tanh()) + torch.log1p(x * x)
-
-    return mod
-
-
-@case(place=(K_LEN, 3), factor=(3,))
-def far_apart(place: Tensor, factor: Tensor) -> Mod:
-    """Distances of rows of captured tensors."""
-
-    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        apart = (place[q] - place[k]) * factor
-        size = (1 + place[q].norm(dim=-1)) * (1 + place[k].square().mean(-1))
-        angle = torch.acos((place[q] * place[k]).sum(-1) / (4 + 4 * size))
-        return s - (1 + apart.square().sum(-1)).sqrt() + angle - apart.amax(-1) * place[k, 2]
-
-    return mod
-
-
-@case(bias=(3, 5))
-def out_of_order(bias: Tensor) -> Mod:
-    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        inner = torch.where((q + k) % 2 == 0, bias[q % 3, k % 5], bias[k % 3, h])
-        inner = inner * torch.exp(s - s.detach())  # 1, with a gradient
-        return (
-            inner * s + (b * 2 - h).to(s.device, s.dtype) * 0.25 + torch.logical_not(q > k).float()
-        )
-
-    return mod
-
-
-def tensors_of(captured: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    wide = torch.promote_types(dtype, torch.float32)
-    sizes = ((HEADS, Q_LEN), (KV_HEADS, K_LEN), (KV_HEADS, K_LEN))
-    made = {name: torch.randn(BATCH, *size, WIDTH).to(dtype)
-            for name, size in zip(("query", "key", "value"), sizes, strict=True)}  # fmt: skip
-    return made | {
-        name: x if isinstance(x, Tensor) else torch.randn(x, dtype=torch.float64).to(wide)
-        for name, x in captured.items()
-    }
-
-
-def results(
-    attend: Callable[..., Any], make: Any, tensors: dict[str, Tensor], grads: Any
-) -> dict[str, Tensor]:
-    """out, lse, and the gradients of all floating tensors."""
-    leaves = {n: x.detach().requires_grad_(x.is_floating_point()) for n, x in tensors.items()}
-    operands = [leaves.pop(n) for n in ("query", "key", "value")]
-    out, lse = attend(*operands, make(**leaves))
-    wanted = dict(zip(("query", "key", "value"), operands, strict=True)) | leaves
-    wanted = {n: x for n, x in wanted.items() if x.requires_grad}
-    pairs = [(x, g.to(x.dtype)) for x, g in zip((out, lse), grads, strict=True) if x.requires_grad]
-    outs, given = ([pair[n] for pair in pairs] for n in (0, 1))
-    options: Any = {"allow_unused": True, "materialize_grads": True}
-    found = torch.autograd.grad(outs, [*wanted.values()], given, **options)
-    named = {f"grad_{n}": g for n, g in zip(wanted, found, strict=True)}
-    return {"out": out.detach(), "lse": lse.detach()} | named
-
-
-def equation(
-    visible: Tensor | None, query: Tensor, key: Tensor, value: Tensor, mod: Mod
-) -> tuple[Tensor, Tensor]:
-    """The function on all scores, which are stored."""
-    key, value = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (key, value))
-    s = query @ key.mT * WIDTH**-0.5
-    index = [torch.arange(n).view([-1 if m == d else 1 for m in range(4)])
-             for d, n in enumerate(s.shape)]  # fmt: skip
-    s = mod(s, *index).expand(s.shape)
-    if visible is not None:
-        s = torch.where(visible, s, -math.inf)
-    lse = torch.where((s == -math.inf).all(-1), -math.inf, torch.logsumexp(s, -1))
-    w = torch.where(s == -math.inf, 0.0, torch.exp(s - lse[..., None].nan_to_num(0, 0, 0)))
-    return w @ value, lse
-
-
-def judged(
-    make: Any, captured: Any, dtype: torch.dtype, visible: Any = None, **options: Any
-) -> None:
-    tensors = tensors_of(captured, dtype)
-    grads = torch.randn(BATCH, HEADS, Q_LEN, WIDTH).to(dtype), torch.rand(BATCH, HEADS, Q_LEN)
-    attend = functools.partial(flex_attention, enable_gqa=True, return_lse=True, **options)
-    found = results(attend, make, tensors, grads)
-    doubles = {n: x.double() if x.is_floating_point() else x for n, x in tensors.items()}
-    by_equation = functools.partial(equation, visible)
-    definition = functools.partial(results, by_equation, make, doubles, grads)
-    exact = definition()
-    noise = Noise(definition, exact, dtype)
-    off = [str(d) for d in deviations(found, exact, noise, dict.fromkeys(found, dtype)) if not d.ok]
-    assert not off, off
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_the_function_on_stored_scores(name: str, dtype: torch.dtype, engine: Any) -> None:
+def test_results_equal_the_function_on_stored_scores(
+    name: str, dtype: torch.dtype, engine: Any
+) -> None:
     judged(*CASES[name], dtype)
 
 
@@ -327,7 +121,9 @@ def test_functions_of_any_argument(name: str, size: float, engine: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_log_sum_exp_of_16_bits_is_that_of_float32(dtype: torch.dtype, engine: Any) -> None:
+def test_the_log_sum_exp_of_16_bits_is_as_exact_as_in_float32(
+    dtype: torch.dtype, engine: Any
+) -> None:
     query, key, value = (torch.randn(2, 2, 100, 64).to(dtype) for _ in range(3))
     _, lse = flex_attention(query, key, value, return_lse=True)
     exact = (query.double() @ key.double().mT / 8).logsumexp(-1)
@@ -545,7 +341,7 @@ def test_errors(error: type[Exception], message: str, options: dict[str, Any]) -
         flex_attention(**given)
 
 
-def test_results_are_those_of_pytorchs_signature() -> None:
+def test_results_match_the_signature_of_pytorch() -> None:
     aux = pytest.importorskip("torch.nn.attention.flex_attention")
     x, mod = operands(6, 6, 6), (lambda s, b, h, q, k: s * 2)
     out, lse = flex_attention(*x, mod, None, None, False, True, {"BLOCK_M": 64})

@@ -26,10 +26,12 @@ def _quietly() -> Iterator[None]:
 
 
 def jagged(sequences: Sequence[Tensor]) -> Any:
+    """A jagged tensor of the sequences."""
     return torch.nested.nested_tensor(list(sequences), layout=torch.jagged)
 
 
 def draw(lengths: Sequence[int], *size: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Random sequences of the given lengths."""
     g = torch.Generator().manual_seed(sum(lengths) + len(size))
     return [torch.randn(n, *size, generator=g, dtype=torch.float64).to(dtype) for n in lengths]
 

@@ -41,6 +41,7 @@ LAYOUTS += ["expanded_rows", "expanded_all"]
 
 
 def gradients(y: Tensor, cotangent: Tensor, inputs: list[Tensor]) -> dict[str, Tensor]:
+    """The output and the gradients of the inputs, by name."""
     grads = torch.autograd.grad(y, inputs, cotangent.to(y.dtype))
     return {"y": y} | {f"grad {n}": g for n, g in enumerate(grads)}
 

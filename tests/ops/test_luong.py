@@ -44,6 +44,7 @@ def definition(
     positions: Tensor | None,
     padding: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    """Luong attention by its equations, in plain PyTorch."""
     tq, tk = query.shape[1], key.shape[1]
     if method == "concat":
         q = query[:, :, None].expand(-1, -1, tk, -1)

@@ -24,6 +24,7 @@ MASKS = {
 
 
 def part_of(part: tuple[int, int, int, int], heads: tuple[int, int] = (1, 2)) -> masks.PartCall:
+    """A part (first query, queries, first key, keys) of a call of L queries and keys."""
     first_query, q_len, first_key, k_len = part
     first_head, count = heads
     sizes = (2, 2, q_len, k_len, torch.device("cpu"), count, first_query, first_key)

@@ -26,11 +26,13 @@ pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def qkv(q_len: int = 130, k_len: int = 200, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Random queries, keys and values; two query heads share a key head."""
     sizes = (4, q_len), (2, k_len), (2, k_len)
     return [torch.randn(2, heads, n, 8).to(dtype) for heads, n in sizes]
 
 
 def attend(*args: Any, **options: Any) -> Any:
+    """Attention with grouped heads."""
     return scaled_dot_product_attention(*args, enable_gqa=True, **options)
 
 
@@ -72,6 +74,7 @@ STRUCTURED: dict[str, tuple[masks.Mask, Pairs]] = {
 
 
 def indices(q_len: int, k_len: int, offset: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions of heads, queries and keys that broadcast to all pairs."""
     i, j = torch.arange(q_len) + offset, torch.arange(k_len)
     return torch.arange(2)[:, None, None, None], i[:, None], j
 
@@ -138,6 +141,7 @@ def steps(mask: masks.Mask, length: int) -> int:
 
 
 def striped(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """A mask_mod with empty, full and partial blocks."""
     return ((q - k) % (3 + b) == 0) & (q // 50 <= k // 40) | (h == 1) & (k < 128) & (q < 256)
 
 

@@ -25,10 +25,12 @@ INF = float("inf")
 
 
 def partial(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Attention over some keys: the output and the log-sum-exp."""
     return scaled_dot_product_attention(q, k, v, mask, return_lse=True)
 
 
 def states(dtype: torch.dtype, normal: Callable[..., Tensor]) -> list[Tensor]:
+    """Two partial results: out_a, lse_a, out_b, lse_b."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     shape = (2, 3, 5)
     made = [normal(*shape, 4).to(dtype) for _ in range(2)]
@@ -39,11 +41,13 @@ def states(dtype: torch.dtype, normal: Callable[..., Tensor]) -> list[Tensor]:
 def with_gradients(
     names: tuple[str, ...], results: Any, leaves: list[Tensor], grads: list[Tensor]
 ) -> dict[str, Tensor]:
+    """The results and the gradients of the leaves, by name."""
     found = torch.autograd.grad(results, leaves, grads, allow_unused=True)
     return dict(zip(names, (*results, *found), strict=True))
 
 
 def exactly(leaves: list[Tensor]) -> list[Tensor]:
+    """The leaves in float64."""
     return [x.detach().double().requires_grad_() for x in leaves]
 
 

@@ -43,6 +43,7 @@ def any_backend(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
 
 
 def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    """All results must be equal bit by bit; NaN equals NaN."""
     assert a.keys() == b.keys()
     for name in a:
         assert a[name].shape == b[name].shape, name
@@ -51,6 +52,7 @@ def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 
 def is_on_tiles(backend: ModuleType) -> bool:
+    """Whether the kernels of this backend run on tiles."""
     isa = importlib.import_module("fastattn._cpu").build_info()["isa"] if NATIVE else ""
     return backend.__name__ == "fastattn.backends.cpu" and isa.startswith("amx")
 
@@ -91,6 +93,7 @@ WAYS = {
 
 
 def with_all_gradients(case: Case) -> Case:
+    """The case with gradients of all results."""
     names = ("out", "lse", "weights") if case.weights else ("out", "lse")
     return replace(case, grads=names)
 
@@ -238,7 +241,7 @@ def test_a_fully_masked_row(
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("tensor", ["key", "value"])
 @pytest.mark.parametrize("q_len", [2, 9, 150])
-def test_a_bad_key_or_value_reaches_only_queries_that_see_it(
+def test_a_nonfinite_key_or_value_affects_only_queries_that_see_it(
     any_backend: ModuleType, dtype: torch.dtype, bad: float, tensor: str, q_len: int
 ) -> None:
     """Under a causal mask, so that the bad one stands among keys that are seen."""

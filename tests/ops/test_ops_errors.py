@@ -29,10 +29,12 @@ Q, K, V = (2, 2, 3, 4), (2, 2, 5, 4), (2, 2, 5, 6)
 def tensors(
     q: tuple[int, ...] = Q, k: tuple[int, ...] = K, v: tuple[int, ...] = V, **dtype: torch.dtype
 ) -> list[Tensor]:
+    """Query, key and value of ones."""
     return [torch.ones(shape, **dtype) for shape in (q, k, v)]
 
 
 def double_key() -> list[Tensor]:
+    """Tensors of which the key has another dtype."""
     query, key, value = tensors()
     return [query, key.double(), value]
 
@@ -146,7 +148,7 @@ def _refused(monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: Any) -> Exce
 
 
 @pytest.mark.parametrize("name", PYTORCH_ERRORS)
-def test_pytorchs_errors_are_raised_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_calls_equal_pytorchs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, options, message = PYTORCH_ERRORS[name]
     with pytest.raises(Exception) as expected:
         stock(*make(), **options)
@@ -157,6 +159,7 @@ def test_pytorchs_errors_are_raised_alike(name: str, monkeypatch: pytest.MonkeyP
 
 
 def nested(layout: torch.layout) -> list[Tensor]:
+    """Nested tensors of a layout."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # nested tensors are a prototype
         return [torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=layout)] * 3

@@ -81,6 +81,7 @@ def test_dtypes_of_the_results(backend: str, dtype: torch.dtype, expected: torch
 
 
 def _visible(q_len: int, k_len: int, offset: int, left: int, right: int) -> Tensor:
+    """Which keys each query sees in a window."""
     d = torch.arange(q_len)[:, None] + offset - torch.arange(k_len)
     return ((d <= left) | (left < 0)) & ((d >= -right) | (right < 0))
 

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("seeded", "native")
 
 @pytest.fixture
 def plans(op: Planned, monkeypatch: pytest.MonkeyPatch) -> Plans:
+    """The plans of the operator, empty at first."""
     return fresh(monkeypatch, op.function)
 
 

@@ -30,6 +30,7 @@ def test_a_backend_without_quantised_caches_declines() -> None:
 
 
 def copied(given: dict[str, Any]) -> dict[str, Any]:
+    """The call with copies of its tensors."""
     return {n: x.clone() if isinstance(x, Tensor) else x for n, x in given.items()}
 
 

@@ -24,16 +24,19 @@ BACKENDS = pytest.mark.parametrize("backend", ["cpu", "reference"])
 
 
 def qkv(q_len: int = 6, k_len: int = 9, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Random queries, keys and values; two query heads share a key head."""
     return [
         torch.randn(2, heads, n, 8).to(dtype) for heads, n in ((4, q_len), (2, k_len), (2, k_len))
     ]
 
 
 def attend(*args: Any, **options: Any) -> Any:
+    """Attention with grouped heads."""
     return scaled_dot_product_attention(*args, enable_gqa=True, **options)
 
 
 def distances(q_len: int, k_len: int, offset: int = 0) -> Tensor:
+    """The position of each query minus the position of each key."""
     return torch.arange(q_len)[:, None] + offset - torch.arange(k_len)
 
 
@@ -41,6 +44,7 @@ def distances(q_len: int, k_len: int, offset: int = 0) -> Tensor:
 
 
 def of_table(q_len: int, k_len: int, offset: int) -> tuple[Tensor, Callable[[Tensor], Any], Any]:
+    """A table with an entry for each distance, itself, and the same bias by indexing."""
     most = max(q_len - 1 + offset, k_len - 1 - offset)
     index = distances(q_len, k_len, offset) + most + 2  # two distances more than there are
     return torch.randn(4, 2 * most + 5), lambda table: table, lambda table: table[:, index]
@@ -49,6 +53,7 @@ def of_table(q_len: int, k_len: int, offset: int) -> tuple[Tensor, Callable[[Ten
 def of_t5(
     q_len: int, k_len: int, offset: int, bidirectional: bool = True
 ) -> tuple[Tensor, Callable[[Tensor], Any], Any]:
+    """A table of T5, the bias that reads it, and the same bias by indexing: [4, q_len, k_len]."""
     buckets = t5_buckets(distances(q_len, k_len, offset), 8, bidirectional, 20)
     form = functools.partial(T5, bidirectional=bidirectional, max_distance=20)
     return torch.randn(8, 4), form, lambda table: table[buckets].permute(2, 0, 1)
@@ -103,6 +108,7 @@ def test_a_relative_bias_equals_the_bias_of_all_pairs(backend: str, name: str) -
 
 
 def causal(bias: Tensor, q_len: int, k_len: int, options: dict[str, Any]) -> list[Tensor]:
+    """The bias with causal pairs excluded, as a mask."""
     if not options.get("is_causal"):
         return [bias]
     offset = k_len - q_len if "causal_alignment" in options else 0

@@ -25,6 +25,7 @@ SIZE = (2, 8, 256, 64)
 
 
 def qkv(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+    """Random queries, keys and values."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(SIZE, generator=generator).to(dtype) for _ in range(3)]
 

@@ -25,6 +25,7 @@ TABLE = ATTENTION_CASES
 
 
 def _param(case: Case, dtype: torch.dtype, target: Target) -> object:
+    """A case on a target as a parameter of a test; large ones only run in the complete suite."""
     name = f"{case.name}-{str(dtype).removeprefix('torch.')}-{target}"
     fastest = target in CURRENT and dtype == torch.bfloat16
     takes_long = case.q_len * case.k_len > 2**20 and not fastest

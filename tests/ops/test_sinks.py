@@ -23,10 +23,12 @@ BACKENDS = pytest.mark.parametrize("backend", ["cpu", "reference"])
 
 
 def qkv(dtype: torch.dtype = torch.float32, k_len: int = 9) -> list[Tensor]:
+    """Random queries, keys and values; two query heads share a key head."""
     return [torch.randn(2, heads, n, 8).to(dtype) for heads, n in ((4, 6), (2, k_len), (2, k_len))]
 
 
 def attend(*args: Any, **options: Any) -> Any:
+    """Attention with grouped heads."""
     return scaled_dot_product_attention(*args, enable_gqa=True, **options)
 
 

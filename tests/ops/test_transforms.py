@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("seeded", "fresh_compiler")
 
 
 def forward_tensors(query: Tensor, key: Tensor, value: Tensor, **others: Tensor) -> list[Any]:
+    """The tensors of the forward operator, in its order."""
     given = {"query": query, "key": key, "value": value, **others}
     return [given.get(name) for name in operators[forward_op].names]
 

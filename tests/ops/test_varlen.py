@@ -55,6 +55,7 @@ def test_dropout_draws_from_the_generator_as_in_a_batch(
 
 
 def _bad() -> list[tuple[dict[str, Any], type[Exception], str]]:
+    """Invalid arguments, with the error that each raises."""
     x, ends = torch.zeros(4, 2, 8), torch.tensor([0, 1, 4])
     return [
         ({"query": [1.0]}, TypeError, "argument 'query' must be Tensor, not list"),
@@ -116,6 +117,7 @@ def test_the_kernel_checks_operands_of_compiled_code() -> None:
 
 
 def rows() -> list[Tensor]:
+    """Random packed queries, keys and values."""
     draw = torch.Generator().manual_seed(0)
     shapes = ((5, 2, 3), (9, 1, 3), (9, 1, 2))
     return [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]

@@ -22,6 +22,7 @@ PREFIXES = torch.tensor([3, 1, 2])
 
 
 def qkv(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Random packed queries, keys and values."""
     shapes = (Q_ROWS, 4, 8), (K_ROWS, 2, 8), (K_ROWS, 2, 8)
     return [torch.randn(shape, dtype=dtype) for shape in shapes]
 
@@ -34,11 +35,13 @@ def one_mask(b: int) -> masks.Mask:
 
 
 def mask_of_all() -> masks.Mask:
+    """A combined mask: documents within a window, and prefixes."""
     documents = masks.document(IDS, KEY_IDS)
     return documents & masks.sliding_window(3, -1) | masks.prefix_lm(PREFIXES)
 
 
 def packed(*args: Any, **options: Any) -> Any:
+    """Attention of the packed sequences of this file."""
     return varlen_attention(*args, Q_ENDS, K_ENDS, **options)
 
 
@@ -67,6 +70,7 @@ def test_each_sequence_has_its_own_mask_and_bias(backend: str, alignment: str, f
 
 
 def program(mask: masks.Mask, ends: Tensor, bottom_right: bool = False) -> Tensor:
+    """The mask program of packed sequences."""
     query, key, _ = qkv()
     return masks.packed_program("test", mask, query, key, (ends, K_ENDS), bottom_right)
 

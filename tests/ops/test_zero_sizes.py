@@ -33,31 +33,38 @@ def normal(*shape: int) -> Tensor:
 
 
 def heads(d: Any) -> Operands:
+    """Query, key and value of the given sizes."""
     return normal(d.B, d.H, d.L, d.D), normal(d.B, d.K, d.S, d.D), normal(d.B, d.K, d.S, d.V)
 
 
 def twice(x: Tensor) -> Tensor:
+    """Each element twice, so that every second one has a stride of 2."""
     return torch.stack([x, x], -1).flatten(-2)
 
 
 def packed(d: Any) -> Operands:
+    """Packed queries, keys and values."""
     return normal(d.L, d.H, d.D), normal(d.S, d.K, d.D), normal(d.S, d.K, d.V)
 
 
 def starts(d: Any) -> tuple[Tensor, Tensor]:
+    """Where each packed sequence begins."""
     parts = torch.arange(d.B + 1)
     return parts * d.L // max(d.B, 1), parts * d.S // max(d.B, 1)
 
 
 def rows(d: Any) -> Operands:
+    """Queries and keys without heads."""
     return normal(d.B, d.L, d.D), normal(d.B, d.S, d.D), normal(d.B, d.S, d.V)
 
 
 def nothing(d: Any) -> Operands:
+    """No tensors."""
     return ()
 
 
 def cache(d: Any) -> Operands:
+    """A query and a cache."""
     return tuple(x.detach() for x in heads(d))
 
 
@@ -70,17 +77,20 @@ LOCAL: dict[str, Any] = {"window": "local-p"}
 
 
 def pages(d: Any) -> Any:
+    """Decoding on pages."""
     caches = (normal(6, d.K, d.S, x).detach() for x in (d.D, d.V))
     table = torch.arange(d.B * d.N).view(d.B, d.N)
     return decode(cache(d)[0], *caches, min(2, d.S * d.N), block_table=table)
 
 
 def fewer_pages(d: Any) -> Any:
+    """Decoding with fewer pages than the table names, for sequences without keys."""
     tensors = (x[:n] for x, n in zip(cache(d), (d.B, 1, 1), strict=True))
     return decode(*tensors, 0, block_table=torch.zeros(d.B, d.N, dtype=torch.int64))
 
 
 def concat(d: Any, *x: Tensor) -> Any:
+    """Luong attention by concatenation, at given positions."""
     weight, at = (normal(4, 2 * d.D).detach(), normal(4).detach()), torch.ones(d.B, d.L)
     return luong(*x, method="concat", weight=weight, positions=at, need_weights=True, **LOCAL)
 

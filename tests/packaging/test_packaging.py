@@ -39,11 +39,13 @@ ISAS = ("baseline", "avx2", "avx512", "avx512_bf16")
 def build(
     source: Path, fails: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
+    """Build a copy of the source with `setup.py build`."""
     command = [sys.executable, "setup.py", "build", "--build-lib", "out"]
     return run(command, source, unset=("CXX", "CXXFLAGS", "LDFLAGS"), fails=fails, **environment)
 
 
 def record_of(folder: Path) -> dict[str, object]:
+    """The record of the CPU module in a build's `_build.json`."""
     module: dict[str, object] = json.loads((folder / "fastattn/_build.json").read_text())[
         "modules"
     ]["cpu"]
@@ -388,12 +390,13 @@ def cuda_source(tmp_path: Path) -> Path:
 
 
 def modules_of(folder: Path) -> dict[str, dict[str, object]]:
+    """The records of all modules in a build's `_build.json`."""
     found: dict[str, dict[str, object]] = json.loads((folder / "fastattn/_build.json").read_text())
     return found["modules"]  # type: ignore[return-value]
 
 
 @pytest.mark.complete
-def test_without_nvcc_cuda_is_left_out_in_silence(small_source: Path) -> None:
+def test_without_nvcc_cuda_is_left_out_without_a_warning(small_source: Path) -> None:
     path = f"{small_source}:/usr/bin:/bin"
     missing = {"CUDA_HOME": "/nowhere", "FASTATTN_CUDA": "1", "FASTATTN_REQUIRE_NATIVE": "1"}
     done = build(small_source, PATH=path, **missing)

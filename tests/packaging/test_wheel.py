@@ -71,6 +71,7 @@ def wheels(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def wheel_for(python: str, wheels: list[Path]) -> Path:
+    """The wheel of a Python version."""
     tag = "cp" + python.removeprefix("python").replace(".", "")
     (found,) = [path for path in wheels if f"-{tag}-{tag}-" in path.name]
     return found
@@ -227,6 +228,7 @@ def test_the_cuda_kernels_are_a_wheel_of_their_own(
 
 
 def bill_of(wheel: Path) -> str:
+    """The name of the bill of materials in a wheel."""
     (name,) = [n for n in zipfile.ZipFile(wheel).namelist() if n.endswith(".cdx.json")]
     return name
 

@@ -31,6 +31,7 @@ def assert_same(ours: Tensor, expected: Tensor) -> None:
 
 
 def qkv(requires_grad: bool = False, heads: int = 4) -> list[Tensor]:
+    """Random queries, keys and values."""
     shapes = ((2, 4, 5, 4), (2, heads, 7, 4), (2, heads, 7, 6))
     return [rand(*shape, requires_grad=requires_grad) for shape in shapes]
 
@@ -47,10 +48,12 @@ EVERYTHING: dict[str, Any] = {
 
 
 def everything(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    """Attention with every option and result."""
     return attention(query, key, value, mask, **EVERYTHING)
 
 
 def loss(results: Any) -> Tensor:
+    """A number that depends on all results."""
     results = (results,) if isinstance(results, Tensor) else results
     return sum((x.sin().sum() for x in results), start=torch.zeros((), dtype=torch.float64))
 

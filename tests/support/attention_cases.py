@@ -1,6 +1,6 @@
 """The complete tables of the forms of attention: cases worked out for one option or kernel.
 
-They come before those of ``fastattn.testing``, which any machine verifies.
+They come before the cases of ``fastattn.testing``, which any machine verifies.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 
 import more_masks  # noqa: F401  (its kinds of masks)
 import torch
+from sequence_cases import decoding, packed_sequences
 
 from fastattn import testing
 from fastattn.testing import cases, decode, packed
 from fastattn.testing.around_attention import MergeCase, SinusoidalCase
-from fastattn.testing.cases import FLOATS, SCALED, Case
-from fastattn.testing.decode import DecodeCase
+from fastattn.testing.cases import SCALED, Case
 from fastattn.testing.memories import HopCase, HopfieldCase
-from fastattn.testing.packed import PROGRAMS, VarlenCase
 from fastattn.testing.recurrent import AdditiveCase
 
 
 def _head_dims() -> Iterator[Case]:
+    """Head dims around all tile sizes, also with another width of values."""
     for d in (1, 2, 3, 5, 8, 16, 31, 32, 33, 48, 64, 80, 96, 100, 128, 160, 192, 256, 512, 1024):
         yield Case(f"head_dim-{d}", head_dim=d, batch=1 if d > 256 else 2)
     pairs = [(64, 1), (1, 64), (33, 48), (48, 33), (64, 128), (128, 64), (192, 128), (7, 200)]
@@ -61,6 +61,7 @@ def _lengths() -> Iterator[Case]:
 
 
 def _heads() -> Iterator[Case]:
+    """Heads that share keys and values."""
     yield Case("heads-4-2", heads=4, kv_heads=2, q_len=17)
     grouped = Case("gqa", heads=6, kv_heads=2, k_len=70)
     yield replace(grouped, name="gqa-causal", causal="bottom_right", weights=1)
@@ -77,6 +78,7 @@ _ALL_MASK_DIMS = tuple(
 
 
 def _masks() -> Iterator[Case]:
+    """Masks of every broadcast shape, boolean and floating."""
     for dims in _ALL_MASK_DIMS:
         shape = dims or "one"
         yield Case(f"mask-bool-{shape}", mask="bool", mask_dims=dims, head_dim=32)
@@ -112,6 +114,7 @@ def _masks() -> Iterator[Case]:
 
 
 def _windows() -> Iterator[Case]:
+    """Windows with and without limits, causal too."""
     sides = [(0, -1), (-1, 0), (0, 0), (3, -1), (-1, 3), (3, 5), (16, 0), (64, 64), (1000, 1000)]
     for left, right in sides:
         for q_len, k_len in ((65, 65), (40, 130), (130, 40)):
@@ -132,6 +135,7 @@ def _windows() -> Iterator[Case]:
 
 
 def _options() -> Iterator[Case]:
+    """Softcap, ALiBi and dropout."""
     for softcap in (0.5, 5.0, 50.0):
         yield Case(f"softcap-{softcap}", softcap=softcap, head_dim=64, grads=SCALED)
         yield Case(f"softcap-{softcap}-mask", softcap=softcap, mask="float_inf", mask_grad=True)
@@ -166,6 +170,7 @@ def _options() -> Iterator[Case]:
 
 
 def _sinks() -> Iterator[Case]:
+    """Attention sinks, also as the only entry of a row."""
     base = Case("sinks", heads=4, kv_heads=2, sinks="h")
     yield replace(base, name="sinks-h")
     yield replace(base, name="sinks-bh", sinks="bh", grads=SCALED)
@@ -197,6 +202,7 @@ def _parts() -> Iterator[Case]:
 
 
 def _relative_biases() -> Iterator[Case]:
+    """A bias for each distance."""
     base = Case("relative", heads=4, kv_heads=2, relative_bias="h", grads=SCALED)
     yield replace(base, name="relative-h")
     yield replace(base, name="relative-bh", relative_bias="bh", weights=2)
@@ -219,6 +225,7 @@ def _relative_biases() -> Iterator[Case]:
 
 
 def _content_terms() -> Iterator[Case]:
+    """Content terms: the distance meets queries, keys, or both."""
     base = Case("terms", heads=4, kv_heads=2, terms="both", grads=SCALED)
     for terms in ("query", "key", "both"):
         for buckets in ("every", "clipped", "log", "any"):
@@ -249,6 +256,7 @@ def _content_terms() -> Iterator[Case]:
 
 
 def _images() -> Iterator[Case]:
+    """A bias for the two distances in an image."""
     base = Case("image", heads=4, kv_heads=2, k_len=63, image=7, grads=SCALED)
     yield base
     for q_len, k_len, width in ((1, 1, 1), (0, 6, 3), (1, 40, 8), (65, 16, 16), (65, 16, 1),
@@ -300,6 +308,7 @@ def _programs() -> Iterator[Case]:
 
 
 def _layouts() -> Iterator[Case]:
+    """Operands with all kinds of strides."""
     names = ("unaligned", "blhd", "lbhd", "packed", "transposed", "every_second", "sliced",
              "expanded_batch", "expanded_heads", "expanded_rows", "expanded_dims")  # fmt: skip
     for name in names:
@@ -326,6 +335,7 @@ def _results() -> Iterator[Case]:
 
 
 def _long() -> Iterator[Case]:
+    """Many queries or keys, so that sums have several parts."""
     float32 = (torch.float32, torch.bfloat16, torch.float16)
     for q_len, k_len in ((1, 2048), (2, 2500), (5, 4099), (17, 2049), (2048, 1), (2100, 17)):
         for heads, kv_heads in ((2, 2), (8, 2)):
@@ -383,163 +393,6 @@ def _long() -> Iterator[Case]:
     yield replace(square, name="long-square-window", window=(128, 0))
 
 
-def _packed() -> Iterator[VarlenCase]:
-    base = VarlenCase("plain")
-    yield base
-    causal = replace(base, window=(-1, 0))
-    yield replace(causal, name="causal")
-    cross: dict[str, Any] = {"q_lengths": (33, 0, 70, 1, 20, 9), "k_lengths": (65, 4, 0, 129, 5, 9)}
-    for name, bottom_right in (("upper-left", False), ("bottom-right", True)):
-        yield replace(causal, name=f"causal-{name}", bottom_right=bottom_right, **cross)
-        case = replace(base, window=(9, 4), bottom_right=bottom_right, **cross)
-        yield replace(case, name=f"window-{name}", kv_heads=1)
-        yield replace(case, name=f"alibi-{name}", alibi="bh", softcap=3.0)
-    for name, lengths in (("none", ()), ("all-empty", (0, 0, 0)), ("one-long", (270,))):
-        yield replace(causal, name=f"lengths-{name}", q_lengths=lengths, heads=3)
-    yield replace(base, name="after", after=(7, 3))
-    yield replace(base, name="after-causal", window=(-1, 0), after=(2, 40), **cross)
-    # Sequences of one query use the kernel of decoding, others that of panels.
-    mixed: dict[str, Any] = {
-        "q_lengths": (1, 2, 1, 50, 1, 1),
-        "k_lengths": (530, 1030, 1, 70, 0, 9),
-    }
-    for heads, kv_heads in ((2, 2), (8, 2), (3, 1)):
-        case = replace(causal, name=f"mixed-{heads}-{kv_heads}", heads=heads, kv_heads=kv_heads)
-        yield replace(case, bottom_right=True, head_dim=64, **mixed)
-    yield replace(causal, name="head_dim-33-48", head_dim=33, value_dim=48)
-    yield replace(causal, name="dropout-0.5", dropout_p=0.5, heads=4, kv_heads=2, **cross)
-    for layout in ("transposed", "expanded_heads"):
-        yield replace(causal, name=f"layout-{layout}", layouts=(layout,) * 3, head_dim=24)
-    yield replace(causal, name="grads-lse", grads=("lse",))
-    long = replace(causal, name="long", q_lengths=(2100, 3, 500), head_dim=64, slow=True)
-    yield replace(long, dtypes=(torch.float32, torch.bfloat16))
-    yield from _packed_with_biases(replace(base, heads=4, kv_heads=2), cross, mixed)
-
-
-def _packed_with_biases(
-    base: VarlenCase, cross: dict[str, Any], mixed: dict[str, Any]
-) -> Iterator[VarlenCase]:
-    """Relative biases and masks of fastattn.masks, with each other option."""
-    relative = replace(base, relative_bias=True)
-    yield replace(relative, name="relative")
-    yield replace(relative, name="relative-cross", window=(9, 4), **cross)
-    yield replace(relative, name="relative-bottom-right", bottom_right=True, softcap=3.0, **cross)
-    yield replace(relative, name="relative-mixed", bottom_right=True, after=(7, 3), **mixed)
-    split = replace(relative, q_lengths=(200, 20), k_lengths=(1300, 30), heads=2, kv_heads=1)
-    yield replace(split, name="relative-split")
-    for program in PROGRAMS:
-        case = replace(base, program=program, bottom_right=program != "causal", after=(7, 3))
-        yield replace(case, name=f"program-{program}", **cross)
-    both = replace(relative, program="many", sinks=True, softcap=3.0, alibi="bh", **cross)
-    yield replace(both, name="relative-everything", dropout_p=0.2, window=(50, -1))
-    nothing = replace(both, q_lengths=(), k_lengths=(), alibi="h")
-    yield replace(nothing, name="relative-no-sequences", after=(3, 3))
-
-
-def _decoding() -> Iterator[DecodeCase]:
-    base = DecodeCase("plain")
-    paged = replace(base, page=16)
-    yield base
-    yield replace(paged, name="paged")
-    yield replace(base, name="entries", shuffled=True)
-    for page in (1, 7, 64, 100, 256):
-        yield replace(paged, name=f"page-{page}", page=page)
-    for case in (base, paged):
-        label = "paged-" if case.page else ""
-        for heads, kv_heads in ((1, 1), (3, 1), (8, 2), (6, 3), (40, 2)):
-            name = f"{label}heads-{heads}-{kv_heads}"
-            yield replace(case, name=name, heads=heads, kv_heads=kv_heads)
-        for d, dv in ((1, 1), (5, 40), (64, 64), (100, 33), (128, 128), (600, 20), (24, 520)):
-            yield replace(case, name=f"{label}head_dim-{d}-{dv}", head_dim=d, value_dim=dv)
-        for queries in (0, 2, 4, 5, 40):
-            some = replace(case, queries=queries, window=(-1, 0), lengths=(70, 3, 40, 129))
-            yield replace(some, name=f"{label}queries-{queries}-causal")
-        for queries in (5, 8):
-            some = replace(case, queries=queries, window=(-1, 0), lengths=(70, 8, 63, 129, 64))
-            yield replace(some, name=f"{label}few-{queries}", head_dim=64, capacity=140)
-        # Sixteen rows of a key head are a tile; 32 are a panel.
-        for heads in (15, 16, 33):
-            yield replace(case, name=f"{label}rows-{heads}", heads=heads, kv_heads=1)
-        latent = replace(case, heads=128, kv_heads=1, head_dim=576, value_dim=512)
-        latent = replace(latent, dtypes=(torch.float32, torch.bfloat16), lengths=(70, 0, 129))
-        yield replace(latent, name=f"{label}latent-128", window=(90, 0))
-        grouped = replace(latent, heads=130, kv_heads=2, head_dim=40, value_dim=24)
-        yield replace(grouped, name=f"{label}rows-65", leftpad=(9, 0, 50), softcap=4.0)
-        many = replace(case, heads=16, kv_heads=1, lengths=(1100, 513, 512), capacity=1100)
-        yield replace(many, name=f"{label}stacked-long", sinks=True)
-        many = replace(many, dtypes=(torch.float32, torch.bfloat16))
-        yield replace(many, name=f"{label}stacked-long-inf", values="inf", window=(500, 0),
-                      lengths=(1100, 1100))  # fmt: skip
-        # Whatever the scores' rounding, the weights sum to 1.
-        yield replace(many, name=f"{label}stacked-long-ones", values="ones", spread=2000.0)
-        yield replace(case, name=f"{label}window", window=(20, 0), queries=3)
-        yield replace(case, name=f"{label}softcap-alibi", softcap=4.0, alibi="bh", queries=2)
-        yield replace(case, name=f"{label}alibi", alibi="h", window=(-1, 0))
-        long = replace(case, lengths=(2000, 513, 512, 1), capacity=2050, kv_heads=1)
-        yield replace(long, name=f"{label}long")
-        for layout in ("blhd", "unaligned", "sliced", "every_second", "transposed"):
-            yield replace(case, name=f"{label}layout-{layout}", layouts=(layout, layout))
-        padded = replace(case, leftpad=(9, 0, 1, 128), sinks=True)
-        yield replace(padded, name=f"{label}leftpad")
-        padded = replace(padded, dtypes=(torch.float32, torch.bfloat16))
-        yield replace(padded, name=f"{label}leftpad-everything", queries=3, alibi="bh", tree="b",
-                      program="many", window=(100, -1), relative_bias=True)  # fmt: skip
-        yield from _quantised(replace(case, quantised=torch.int8), f"{label}int8")
-        yield from _quantised(replace(case, quantised=torch.float8_e4m3fn), f"{label}fp8")
-    # So many key heads that a thread takes all chunks of one, up to four threads.
-    yield replace(base, name="stacked-long-heads", heads=64, kv_heads=4, head_dim=16, capacity=1030,
-                  lengths=(1030, 900, 1024, 700), dtypes=(torch.bfloat16,))  # fmt: skip
-    yield replace(base, name="no-sequences", lengths=())
-    yield replace(paged, name="paged-no-sequences", lengths=())
-    for case in (base, paged):
-        yield from _decoding_with_biases(case, "paged-" if case.page else "")
-
-
-def _quantised(case: DecodeCase, label: str) -> Iterator[DecodeCase]:
-    yield replace(case, name=label)
-    # For queries of 16 bits, products with int8 can be those of integers.
-    integers = case.quantised is torch.int8
-    case = replace(case, dtypes=(torch.float32, torch.bfloat16)[: 1 + integers])
-    if integers:
-        zeros = replace(case, spread=0.0, dtypes=(torch.bfloat16,))
-        yield replace(zeros, name=f"{label}-queries-of-zero")
-        large = replace(case, spread=50.0, head_dim=128, dtypes=(torch.bfloat16, torch.float16))
-        large = replace(large, lengths=(600, 3), capacity=610)
-        yield replace(large, name=f"{label}-large-scores")
-    # Rows are widened up to the longest sequence; masks are those of the whole cache.
-    spare = replace(case, capacity=400, tree="b", program="many", dtypes=(torch.float32,))
-    yield replace(spare, name=f"{label}-spare-queries", queries=40)
-    yield replace(spare, name=f"{label}-spare-heads", heads=66, kv_heads=1, leftpad=(9, 0, 1, 128))
-
-
-def _decoding_with_biases(base: DecodeCase, label: str) -> Iterator[DecodeCase]:
-    """Relative biases and masks of fastattn.masks, with the other options."""
-    relative = replace(base, relative_bias=True, queries=2)
-    yield replace(relative, name=f"{label}relative", window=(20, 0))
-    yield replace(relative, name=f"{label}relative-rows", queries=9)  # enough for tiles
-    long = replace(base, lengths=(2000, 513, 512, 1), capacity=2050, kv_heads=1)
-    yield replace(long, name=f"{label}relative-long", relative_bias=True, window=(-1, 0))
-    for program in PROGRAMS:
-        case = replace(base, program=program, queries=3, lengths=(70, 1, 40, 129), alibi="h")
-        yield replace(case, name=f"{label}program-{program}")
-    yield replace(long, name=f"{label}program-long", program="documents")
-    for tree, queries in (("b", 3), ("all", 12), ("b", 70)):
-        case = replace(base, tree=tree, queries=queries, lengths=(70, 2, 129, 75))
-        dtypes = FLOATS if queries == 3 else (torch.float32,)
-        yield replace(case, name=f"{label}tree-{queries}", dtypes=dtypes)
-    single = (torch.float32,)
-    yield replace(base, name=f"{label}tree-one", tree="all", dtypes=single)
-    yield replace(long, name=f"{label}tree-long", tree="b", queries=6, heads=2, dtypes=single)
-    stacked = replace(base, tree="b", queries=5, heads=12, kv_heads=2)
-    yield replace(stacked, name=f"{label}tree-everything", program="chunks", alibi="bh", sinks=True)
-    both = replace(relative, program="many", sinks=True, softcap=3.0)
-    yield replace(both, name=f"{label}relative-everything")
-    yield replace(both, name=f"{label}relative-gathered", queries=40, lengths=(70, 3, 40, 129))
-    spare = replace(both, tree="b", queries=40, capacity=400, lengths=(70, 41, 129), dtypes=single)
-    yield replace(spare, name=f"{label}spare-gathered")
-    yield replace(both, name=f"{label}relative-no-sequences", lengths=())
-
-
 def _small_heads() -> Iterator[Case]:
     """Heads that a thread takes in order, around the tiles of scores and of outputs."""
     base = Case("small", batch=3, heads=6, kv_heads=6)
@@ -595,8 +448,8 @@ _MORE = {
         *(_relative_biases(), _programs(), _layouts(), _results(), _long(), _parts()),
         *(cases.mixed("more", 120), _small_heads()),
     ],
-    "varlen_attention": [_packed(), packed.mixed("more", 30)],
-    "decode_attention": [_decoding(), decode.mixed("more", 100)],
+    "varlen_attention": [packed_sequences(), packed.mixed("more", 30)],
+    "decode_attention": [decoding(), decode.mixed("more", 100)],
     **{op: [cases] for op, cases in OTHERS.items()},
 }
 # Last: the place of a case chooses its dtype and instruction set. No kernel of a GPU has them.

@@ -25,6 +25,7 @@ def qkv(heads: int = 2, key_heads: int = 2, keys: int = 4) -> tuple[Tensor, Tens
 
 
 def lower(rows: int, columns: int) -> Tensor:
+    """A causal mask."""
     return torch.ones(rows, columns, dtype=torch.bool).tril()
 
 
@@ -70,11 +71,13 @@ LOWER = lower(2, 4)
 
 
 def packed(rows: int = 5) -> dict[str, Any]:
+    """Where packed sequences begin."""
     starts = torch.tensor([0, 2, 2, rows]), torch.tensor([0, 3, 5, 6])
     return {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
 
 
 def rows() -> tuple[Tensor, Tensor, Tensor]:
+    """Packed queries, keys and values."""
     return rand(6, 2, 4), rand(7, 2, 4), rand(7, 2, 3)  # one row more than the sequences
 
 
@@ -132,6 +135,8 @@ ATTENTION: dict[str, Callable[[], Case]] = {
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, table: Tensor, factor: Tensor) -> Any:
+    """flex_attention with captured tensors and a mask."""
+
     def mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         return torch.tanh(score * factor) + table[h, i - j + 3] * DOCUMENTS[1][j]
 
@@ -140,11 +145,13 @@ def flex(q: Tensor, k: Tensor, v: Tensor, table: Tensor, factor: Tensor) -> Any:
 
 
 def stats_of(q: Tensor, k: Tensor) -> Any:
+    """The differentiable statistics of attention."""
     stats = fastattn.attention_stats(q, k, top_k=2, rows=(0, 2))
     return stats.entropy, stats.column_sums, stats.rows
 
 
 def varlen_biases() -> Case:
+    """Packed sequences with sinks, a relative bias and a mask."""
     starts = {
         "cu_seqlens_q": torch.tensor([0, 2, 2, 6]),
         "cu_seqlens_k": torch.tensor([0, 3, 5, 7]),
@@ -155,6 +162,7 @@ def varlen_biases() -> Case:
 
 
 def varlen_disentangled() -> Case:
+    """Packed sequences with disentangled attention."""
     starts = packed()
 
     def function(q: Tensor, k: Tensor, v: Tensor, *terms: Tensor) -> Any:
@@ -195,6 +203,7 @@ FORMS: dict[str, Callable[[], Case]] = {
 
 
 def hops(names: str, *tensors: Tensor, **options: Any) -> Case:
+    """Memory hops with the optional tensors `names`."""
     return of(fastattn.memory_hop_attention, tensors, names, **options)
 
 
@@ -224,6 +233,7 @@ HOPS: dict[str, Callable[[], Case]] = {
 
 
 def encode(names: str, *tensors: Tensor, **options: Any) -> Case:
+    """Sentence encoding with the optional tensors `names`."""
     function = fastattn.encode_memory
     return of(lambda weight, **more: function(TOKENS, weight, **more), tensors, names, **options)
 
@@ -237,6 +247,7 @@ ENCODE: dict[str, Callable[[], Case]] = {
 
 
 def additive(names: str = "", **options: Any) -> Case:
+    """Additive attention with the optional tensors `names`."""
     shapes = {"bias": (5,), "attn_mask": (2, 1, 4)}
     tensors = rand(2, 3, 5), rand(2, 4, 5), rand(2, 4, 2), rand(5)
     tensors = (*tensors, *(rand(*shapes[name]) for name in names.split()))
@@ -244,6 +255,8 @@ def additive(names: str = "", **options: Any) -> Case:
 
 
 def luong(*weights: Tensor, **options: Any) -> Case:
+    """Luong attention with the given weights."""
+
     def call(q: Tensor, k: Tensor, v: Tensor, *x: Tensor) -> Any:
         weight = None if not x else x[0] if len(x) == 1 else x
         return fastattn.luong_attention(q, k, v, weight=weight, **options)
@@ -272,10 +285,12 @@ SCORES: dict[str, Callable[[], Case]] = {
 
 
 def hopfield(names: str, *tensors: Tensor, **options: Any) -> Case:
+    """Hopfield retrieval with the optional tensors `names`."""
     return of(fastattn.hopfield_retrieve, tensors, names, **options)
 
 
 def converging(**options: Any) -> Case:
+    """Hopfield retrieval that ends before its limit of steps, or at it."""
     return hopfield("", rand(1, 2, 3), rand(1, 4, 3), **options)
 
 

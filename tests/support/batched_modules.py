@@ -45,6 +45,7 @@ class Called(nn.Module):
 
 
 def mha(*sizes: tuple[int, ...], options: dict[str, Any] | None = None, **more: Any) -> Case:
+    """Attention of tensors of the given sizes."""
     module = fastattn.MultiheadAttention(4, 2, batch_first=True, **(options or {}))
     return of_module(module, *(rand(*size) for size in sizes), **more)
 
@@ -61,6 +62,7 @@ def self_attention(**options: Any) -> Case:
 
 
 def masked_by_floats() -> Case:
+    """Attention with a mask that is added."""
     module = Called(
         fastattn.MultiheadAttention(4, 2, batch_first=True),
         lambda module, x, mask: module(x, x, x, attn_mask=mask, need_weights=False)[0],
@@ -88,6 +90,8 @@ def memn2n(**options: Any) -> Case:
 
 
 def key_value_memory() -> Case:
+    """A memory that is extended and then read."""
+
     def call(query: Tensor, key: Tensor, value: Tensor) -> Any:
         memory = fastattn.nn.KeyValueMemory(4, 3, 2, batch_size=2, dtype=torch.float64)
         memory.append(key, value)

@@ -39,6 +39,7 @@ def bench(*arguments: str) -> int:
 
 
 def cell_of(op: str, shape: str, **options: str) -> Cell:
+    """A cell of the benchmark, by operator and shape."""
     return Cell(op, parse_shapes(shape, ops.get(op).SIZES)[0], **options)
 
 
@@ -46,6 +47,7 @@ TINY = cell_of("sdpa", SMALL["sdpa"])
 
 
 def a_result(rounds: list[Round], method: str = "measured") -> Result:
+    """The result of a benchmark of one cell, with two providers."""
     cell = CellResult(TINY, 10**9, 10**6, {"torch": Outcome(), "ours": Outcome()}, rounds)
     words = {"cpu": "a processor", "isa": "avx2", "fastattn": "0", "torch": "2", "utc": "now"}
     words |= {"commit": "abc", "python": "3", "system": "Linux"}

@@ -49,6 +49,7 @@ class _Without:
 
 
 def _take_away(path: str, patch: pytest.MonkeyPatch) -> None:
+    """Remove a private name of PyTorch, given by its path."""
     *owners, name = path.removesuffix(".default").split(".")
     holder: Any = None
     owner: Any = torch
@@ -84,6 +85,7 @@ def _import_without(path: str) -> Any:
 
 
 def check_calls(fa: Any) -> None:
+    """The public functions must be right without the private names."""
     torch.manual_seed(0)
     leaves = [torch.randn(2, 2, 5, 4).double().requires_grad_() for _ in range(3)]
 

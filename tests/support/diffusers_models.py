@@ -24,10 +24,12 @@ PADDED = torch.tensor([[1, 1, 1], [1, 1, 0]])
 
 
 def made(name: str, sizes: Sizes, **inputs: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """A model of diffusers with its inputs."""
     return getattr(library("diffusers"), name)(**sizes), inputs
 
 
 def flux() -> tuple[nn.Module, dict[str, Any]]:
+    """A small Flux transformer and its inputs."""
     own = {"num_single_layers": 1, "pooled_projection_dim": 8, "axes_dims_rope": (4, 4, 8)}
     return made(
         *("FluxTransformer2DModel", IMAGES | own),
@@ -65,6 +67,7 @@ def wan() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def dit() -> tuple[nn.Module, dict[str, Any]]:
+    """A small DiT and its inputs."""
     sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 2, "num_layers": 1}
     sizes |= {"norm_num_groups": 2, "sample_size": 8, "num_embeds_ada_norm": 8}
     return made(

@@ -60,6 +60,7 @@ class Case:
     backend: str = ""
 
     def fits(self, ranks: int) -> bool:
+        """Whether a case can run on so many ranks."""
         if ranks == 1 and "-" in self.name:  # a few are enough
             return False
         divided = all(heads % ranks == 0 for heads in self.heads)
@@ -190,6 +191,7 @@ def whole(case: Case) -> dict[str, Tensor]:
 
 
 def layout_of(case: Case, ranks: int) -> Layout:
+    """Which positions each rank holds."""
     lengths = LENGTHS[case.lengths](ranks)
     if case.layout == "contiguous":
         return Layout.contiguous(lengths)

@@ -115,6 +115,7 @@ def whole(case: Case) -> dict[str, Tensor]:
 
 
 def positions_of(case: Case, ranks: int) -> Layout:
+    """Which positions of the cache each rank holds."""
     if not case.round_robin:
         return Layout.contiguous(CAPACITIES[ranks])
     blocks = torch.arange(N).split(3)
@@ -122,6 +123,7 @@ def positions_of(case: Case, ranks: int) -> Layout:
 
 
 def arguments(case: Case, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The arguments of a call on all ranks."""
     given: dict[str, Any] = tensors | case.options | {"layout": case.layout, "return_lse": True}
     if case.lengths is None or isinstance(case.lengths, int):
         given["cache_seqlens"] = case.lengths

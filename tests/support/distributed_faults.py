@@ -23,17 +23,20 @@ SECONDS = 8.0  # for one message
 
 
 def tensors(**changed: Any) -> list[Tensor]:
+    """Three tensors of ones."""
     shape = {"heads": 4, "length": 6, "width": 8, "dtype": torch.float32} | changed
     x = torch.ones(2, shape["heads"], shape["length"], shape["width"], dtype=shape["dtype"])
     return [x.clone() for _ in range(3)]
 
 
 def dtensors(dim: int) -> list[Tensor]:
+    """Tensors that are sharded as DTensor."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return [DTensor.from_local(x, mesh, [Shard(dim)]) for x in tensors()]
 
 
 def message_of(call: Callable[[], Any]) -> str:
+    """The error of a call as text."""
     try:
         call()
     except Exception as error:
@@ -170,10 +173,12 @@ def check_others(
 
 
 def die() -> None:
+    """End this process without a message."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stall() -> None:
+    """Wait longer than the others do."""
     time.sleep(1.5 * SECONDS)
 
 

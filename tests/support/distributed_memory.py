@@ -181,6 +181,7 @@ def whole(case: Case) -> dict[str, Tensor]:
 
 
 def shard(x: Tensor, name: str, rank: int, ranks: int) -> Tensor:
+    """A rank's part of a tensor."""
     dim = ROWS.get(name)
     if dim is None or x.shape[dim] != N:
         return x.clone()
@@ -222,6 +223,7 @@ def computed(
 
 
 def call(case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
+    """The results and gradients of one rank."""
     tensors = {n: shard(x, n, rank, ranks) for n, x in whole(case).items()}
 
     def of_result(x: Tensor, name: str) -> Tensor:

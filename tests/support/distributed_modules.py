@@ -70,10 +70,12 @@ def compared(
 
 
 def of_rows(x: Tensor, at: Tensor | None, dim: int) -> Tensor:
+    """The rows of a rank; all rows without `at`."""
     return x if at is None else x.index_select(dim, at)
 
 
 def run_modules() -> Pairs:
+    """Pairs of results on all ranks and on one, for every module."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     pairs: Pairs = []
     x, memory = drawn(2, L, E), drawn(2, 9, E)
@@ -141,6 +143,7 @@ def messages() -> dict[str, str]:
 
 
 def _with_cache() -> None:
+    """A call that context parallelism refuses."""
     layer = fastattn.nn.TransformerDecoderLayer(E, H, 16, batch_first=True)
     decoder = fastattn.nn.TransformerDecoder(layer, 1).context_parallel()
     x = torch.ones(1, 3, E)

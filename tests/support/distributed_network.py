@@ -28,6 +28,7 @@ LENGTH = 600  # rows of a rank
 
 
 def run_cases() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The results of all cases: attention, memory, decoding."""
     return (
         distributed_cases.run_cases(CASES),
         run_twice(distributed_memory.call, MEMORY_CASES),

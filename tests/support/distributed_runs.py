@@ -33,6 +33,7 @@ def run_twice(
 def _twice(
     call: Callable[[Any, int, int], Results], case: Any, names: Sequence[str]
 ) -> Results | str:
+    """The results of a call, which must have the same bits twice; or its error as text."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     try:
         first, second = call(case, rank, ranks), call(case, rank, ranks)

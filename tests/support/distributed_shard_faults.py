@@ -14,17 +14,20 @@ from fastattn.distributed import Layout, decode_attention, hopfield_retrieve, me
 
 
 def hop(query: float = 1.0, rows: int = 3, **options: Any) -> Any:
+    """A call of memory hops whose arguments may differ between ranks."""
     width = options.pop("width", 4)
     u = torch.full((2, width), query, requires_grad=True)
     return memory_hop_attention(u, torch.ones(2, rows, width), **options)
 
 
 def retrieve(**options: Any) -> Any:
+    """A call of Hopfield retrieval."""
     state = torch.ones(2, 4, requires_grad=True)
     return hopfield_retrieve(state, torch.eye(4), **options)
 
 
 def decode(rows: int = 3, query: float = 1.0, **options: Any) -> Any:
+    """A call of decoding."""
     cache = torch.ones(2, 2, rows, 4)
     return decode_attention(torch.full((2, 4, 2, 4), query), cache, cache.clone(), **options)
 
@@ -66,6 +69,7 @@ WRONG: dict[str, Callable[[], Any]] = {
 
 
 def disagree() -> dict[str, str]:
+    """The errors of calls on which the ranks disagree."""
     found = messages(DIFFERENT, WRONG) | {"afterwards": message_of(hop)}
     return found | {"without check": message_of(lambda: hop(check=False))}
 

@@ -29,6 +29,7 @@ L = 24
 
 
 def drawn() -> list[Tensor]:
+    """Random queries, keys and values of the whole sequence."""
     draw = torch.Generator().manual_seed(0)
     return list(torch.randn(3, 1, 4, L, 8, generator=draw, dtype=torch.float64))
 
@@ -248,6 +249,7 @@ def inductor() -> Pairs:
 
 
 def run_uses() -> dict[str, Any]:
+    """The results of all uses on this rank, by name."""
     uses = (
         two_groups,
         two_layers,

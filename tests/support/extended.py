@@ -21,11 +21,13 @@ from fastattn.testing.judge import EXTENDED
 
 
 def _primitive(inputs: Operands) -> Results:
+    """A primitive in extended precision."""
     found: Results = replace(inputs.cleaned(), grads={}).results(naive)
     return found
 
 
 def _encoding(inputs: Call) -> Results:
+    """Sentence encoding in extended precision."""
     _, (tokens, weight, factors, temporal, _) = prepared_sentences(
         **inputs.tensors, **inputs.options
     )
@@ -34,12 +36,14 @@ def _encoding(inputs: Call) -> Results:
 
 
 def _hopfield(inputs: Call) -> Results:
+    """Hopfield retrieval in extended precision."""
     call = inputs.cleaned(double)
     out = naive.hopfield_retrieve(*call.tensors.values(), inputs.options["update_steps_max"])
     return {"out": out}
 
 
 def _luong(inputs: Call) -> Results:
+    """Luong attention in extended precision."""
     clean, options = inputs.cleaned(double), inputs.options
     out, weights = naive.luong_attention(
         *(clean.tensors[name] for name in ("query", "key", "value")),
@@ -52,6 +56,7 @@ def _luong(inputs: Call) -> Results:
 
 
 def _memory_hops(inputs: Call) -> Results:
+    """Memory hops in extended precision."""
     clean = inputs.cleaned()
     _, (query, m, c, *rest, options) = prepared_hops(**clean.tensors, **clean.options)
     if query.ndim == 2:

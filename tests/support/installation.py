@@ -96,6 +96,7 @@ def source_files() -> list[str]:
 
 
 def copy_source(folder: Path) -> Path:
+    """Copy everything that a build needs."""
     top = "setup.py pyproject.toml MANIFEST.in README.md LICENSE Makefile CHANGELOG.md "
     top += "CONTRIBUTING.md SECURITY.md licenses/pybind11.txt "
     top += ".ci/run .ci/split_wheel.py .ci/requirements/wheel.txt"
@@ -107,4 +108,5 @@ def copy_source(folder: Path) -> Path:
 
 
 def symbols(*arguments: str | Path) -> list[str]:
+    """The symbols of a library, by nm."""
     return run(["nm", "-C", *arguments], ROOT).stdout.splitlines()

@@ -29,6 +29,7 @@ _KINDS: dict[str, dict[str, Any]] = {
 
 
 def _large_scores() -> Iterator[tuple[Case, torch.dtype]]:
+    """Cases with scores from 10^3 to 10^30, for every kind of options."""
     for scale in (1e3, 1e5, 3e6, 6e7, 3e9):
         for kind, options in _KINDS.items():
             case = replace(_BASE, name=f"scores-{scale:.0e}-{kind}", scale=scale, **options)

@@ -69,6 +69,7 @@ def _imported(name: str) -> ModuleType:
 
 
 def _import_without_its_code(package: str) -> None:
+    """Import a package as an empty module, so that its submodules can be imported alone."""
     spec = importlib.util.find_spec(package)
     assert spec is not None
     module = sys.modules[package] = importlib.util.module_from_spec(spec)
@@ -91,6 +92,7 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
+        """Use the stand-ins in place of the libraries."""
         sys.meta_path.append(self)
         try:
             yield

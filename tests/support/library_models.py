@@ -23,6 +23,7 @@ def open_clip_model() -> Any:
 
 
 def whisper_model() -> Any:
+    """A small Whisper model."""
     whisper = library("whisper").model
     return whisper.Whisper(whisper.ModelDimensions(4, 5, WIDTH, 2, 1, 20, 6, WIDTH, 2, 1))
 

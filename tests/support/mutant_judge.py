@@ -26,6 +26,7 @@ Work = Iterator[tuple[str, Any, torch.dtype, Any]]  # operator, case, dtype, tar
 
 
 def cpu_work(unit: str, folder: Path) -> Work:
+    """The cases that test a CPU source, compiled for one instruction set."""
     target = Target("cpu", unit.split(".")[1])
     # Some instruction sets have nothing of their own but products of bf16.
     every = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -38,6 +39,7 @@ def cpu_work(unit: str, folder: Path) -> Work:
 
 
 def cuda_work(unit: str, folder: Path) -> Work:
+    """The cases that test a CUDA source, under the emulator."""
     import emulator
     import test_cuda
     import test_cuda_hopper as hopper
@@ -60,6 +62,7 @@ def cuda_work(unit: str, folder: Path) -> Work:
 
 
 def triton_work(unit: str, folder: Path) -> Work:
+    """The cases that test the Triton kernels, under the interpreter."""
     import triton_interpreter
     from test_triton_cases import WORK
 

@@ -74,6 +74,7 @@ def dropped(name: str) -> int:
 
 
 def _rules(loss: float) -> str:
+    """Rules of nftables that drop a share of all packets."""
     return (
         "table ip loss { chain arriving { type filter hook input priority 0; "
         f"meta l4proto tcp numgen random mod 1000 < {round(1000 * loss)} counter drop; }}; }}"
@@ -81,6 +82,7 @@ def _rules(loss: float) -> str:
 
 
 def _run(*command: str, text: str | None = None) -> str:
+    """Run a command; skip the test if the system refuses it."""
     found = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if found.returncode:
         raise SkipTest(f"{' '.join(command)}: {found.stderr.strip()}")
@@ -120,6 +122,7 @@ def _relay(delay: float, ports: int) -> None:
 
 
 def _without_offloads(device: str) -> None:
+    """Turn the device's offloads off, so that packets have their real sizes."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for command in _OFFLOADS:
             value = (ctypes.c_uint32 * 2)(command, 0)  # struct ethtool_value

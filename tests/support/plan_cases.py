@@ -32,12 +32,14 @@ def scattered(*sizes: int) -> Tensor:
 def qkv(
     batch: int = 2, q_len: int = 6, k_len: int = 9, kv_heads: int = 4, width: int = 8, dim: int = 8
 ) -> Call:
+    """Queries, keys and values, with four query heads."""
     sizes = (4, q_len, dim), (kv_heads, k_len, dim), (kv_heads, k_len, width)
     names = ("query", "key", "value")
     return {n: torch.randn(batch, *size) for n, size in zip(names, sizes, strict=True)}
 
 
 def growing(call: Call, caches: tuple[str, ...], lengths: Iterable[int]) -> list[Call]:
+    """The call with caches of several lengths."""
     return [call | {name: call[name][:, :, :n] for name in caches} for n in lengths]
 
 
@@ -180,6 +182,7 @@ CACHES, SCALES = ("key_cache", "value_cache"), ("key_scales", "value_scales")
 
 
 def cached(rows: int = 16) -> Call:
+    """A query and a cache."""
     return {"query": torch.randn(2, 4, 1, 8)} | {n: torch.randn(2, 2, rows, 8) for n in CACHES}
 
 
@@ -190,12 +193,14 @@ def appended(call: Call) -> Call:
 
 
 def transposed(call: Call) -> Call:
+    """The call in the layout [B, N, H, D]."""
     names = ("query", *CACHES, "key", "value")
     memory = {n: call[n].transpose(1, 2) for n in names if n in call}
     return {**call, **memory, "layout": "bnhd"}
 
 
 def extended(rows: int) -> Call:
+    """A cache of some rows that is appended to."""
     return cached(rows) | appended({})
 
 
@@ -279,6 +284,7 @@ DECODE = Planned(
 def additive(
     batch: int = 2, queries: int = 6, keys: int = 9, dim: int = 20, width: int = 5
 ) -> Call:
+    """The tensors of additive attention."""
     sizes = {"query": (batch, queries, dim), "key": (batch, keys, dim)}
     sizes |= {"value": (batch, keys, width), "v": (dim,), "bias": (dim,)}
     return {name: torch.randn(size) for name, size in sizes.items()}

@@ -28,6 +28,7 @@ def patterns(
 
 
 def of_rank(rank: int, **options: Any) -> Call:
+    """A retrieval whose tensors have `rank` dimensions."""
     lowered = {
         name: x[(0,) * (4 - rank)] if isinstance(x, Tensor) else x
         for name, x in patterns(projected=True).items()
@@ -130,19 +131,23 @@ HOPS = 3
 
 
 def memory(*sizes: int, rows: int = 50) -> Tensor:
+    """A memory of random rows."""
     return torch.randn(*sizes, rows, 20)
 
 
 def hops(batch: int = 4, rows: int = 50) -> Call:
+    """The tensors of memory hops."""
     memories = {name: memory(batch, rows=rows) for name in ("in_memory", "out_memory")}
     return {"query": torch.randn(batch, 20), **memories, "hops": HOPS}
 
 
 def memories(in_memory: Any, out_memory: Any = lambda: None) -> Any:
+    """A change of both memories."""
     return lambda call: {"in_memory": in_memory(), "out_memory": out_memory()}
 
 
 def by_columns(*sizes: int) -> Tensor:
+    """A memory whose columns are contiguous."""
     return memory(*sizes).mT.contiguous().mT
 
 
@@ -251,6 +256,7 @@ MEMORY_HOPS = Planned(
 
 
 def sentences(batch: int = 2, lines: int = 6, words: int = 5, rows: int = 30) -> Call:
+    """The tokens and embeddings of a sentence memory."""
     return {
         "tokens": torch.randint(0, rows, (batch, lines, words)),
         "weight": torch.randn(rows, 8),
@@ -312,6 +318,7 @@ ENCODE_MEMORY = Planned(
 
 
 def sequences(batch: int = 3, length: int = 7, width: int = 33) -> Call:
+    """A batch of sequences."""
     return {"x": torch.randn(batch, length, width)}
 
 

@@ -47,14 +47,17 @@ def without_plans(run: Callable[[], Result]) -> Result:
 
 
 def changed(call: Call, change: Change) -> Call:
+    """The call with a change."""
     return {**call, **(change(call) if callable(change) else change)}
 
 
 def at(name: str, change: Callable[[Any], Any]) -> Change:
+    """A change of one argument."""
     return lambda call: {name: change(call[name])}
 
 
 def as_double(call: Call) -> Call:
+    """The floating tensors of a call in float64."""
     floating = {n for n, x in call.items() if isinstance(x, Tensor) and x.is_floating_point()}
     return {name: call[name].double() for name in floating}
 
@@ -68,6 +71,7 @@ def on_meta(x: Tensor) -> Tensor:
 
 
 def of_subclass(name: str) -> Change:
+    """A change: the tensor becomes one of a subclass."""
     return at(name, lambda x: x.as_subclass(_Own))
 
 
@@ -139,6 +143,7 @@ class Planned:
         yield from ((n, x) for n, x in [*self.options.items()][1:] if self.keeps("", n))
 
     def errors(self) -> Iterator[tuple[str, Change]]:
+        """Each wrong value of a call, by name."""
         for name, values in self.wrong.items():
             for n, value in enumerate(values):
                 change = at(name, value) if callable(value) else {name: value}

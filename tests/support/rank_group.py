@@ -67,6 +67,7 @@ def run(
 
 
 def _put(path: Path, what: Any) -> None:
+    """Write a file that appears complete or not at all."""
     torch.save(what, path.with_suffix(".part"))
     path.with_suffix(".part").rename(path)
 
@@ -81,6 +82,7 @@ def _kill_group(leader: int) -> bool:
 
 
 def _result(path: Path) -> Any:
+    """What a rank has written, None if nothing yet."""
     return torch.load(path, weights_only=False) if path.exists() else None
 
 
@@ -103,6 +105,7 @@ def _launch(folder: Path, seconds: float, names: Sequence[str]) -> int:
 
 
 def _rank(folder: Path, job: int, rank: int, size: int, seconds: float, work: Any) -> int:
+    """The process of one rank: joins the group and runs the work."""
     try:
         if namespaces := os.environ[_NAMESPACES].split():
             _enter(namespaces[rank])

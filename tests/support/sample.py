@@ -65,6 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _who_and_what(row: Mapping[str, Any]) -> dict[str, str]:
+    """The case of a row ("who") and its other values ("what"), as text."""
     return {
         "who": str([row[name] for name in WHO if name in row]),
         "what": str([id(value) for name, value in row.items() if name not in WHO]),

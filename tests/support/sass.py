@@ -24,6 +24,7 @@ def find_tool(name: str) -> str | None:
 
 
 def name_of(source: Path) -> str:
+    """The name of a source, by its path."""
     return source.relative_to(FOLDER).with_suffix("").as_posix()
 
 

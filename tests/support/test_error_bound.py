@@ -22,6 +22,8 @@ from fastattn.testing.rounding import RandomRounding
 
 
 def noise_of(x: Tensor, dtype: torch.dtype, function: str = "sum") -> float:
+    """The noise of a sum, or another reduction, of x."""
+
     def definition() -> dict[str, Tensor]:
         return {"y": getattr(x, function)(-1)}
 

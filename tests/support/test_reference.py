@@ -133,6 +133,7 @@ STEEP: dict[str, Callable[[Any], Any]] = {
 
 
 def _is_smooth(case: Any) -> bool:
+    """Whether finite differences approximate the gradients of a case."""
     return not any(is_steep(getattr(case, name, 0)) for name, is_steep in STEEP.items()
                    if hasattr(case, name))  # fmt: skip
 

@@ -19,6 +19,7 @@ HERE = [target.isa for target in targets(emulated=True)]
 
 
 def on(isa: str) -> Any:
+    """An instruction set as a parameter, skipped where it cannot run."""
     reason = "needs AVX2" if isa == EMULATED else "needs AMX"
     return pytest.param(isa, marks=pytest.mark.skipif(isa not in HERE, reason=reason), id=isa)
 
@@ -33,6 +34,7 @@ def needs_tiles(isa: str, dtype: torch.dtype) -> None:
 def qkv(
     batch: int, heads: int, queries: int, keys: int, dim: int, dim_v: int = 0, kv_heads: int = 0
 ) -> list[Tensor]:
+    """Random queries, keys and values in bfloat16."""
     generator = torch.Generator().manual_seed(queries * keys + dim)
     shapes = (
         (batch, heads, queries, dim),
@@ -43,6 +45,7 @@ def qkv(
 
 
 def in_double(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp in float64."""
     q, k, v = (x.double() for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = q @ k.mT / math.sqrt(q.shape[-1])
@@ -51,6 +54,7 @@ def in_double(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tu
 
 
 def assert_close(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    """Compare the output and the log-sum-exp, by the tolerances of the dtype."""
     tolerances = (1e-3, 1e-3), (1e-4, 1e-6)
     if got[0].dtype != torch.float16:
         tolerances = (8e-3, 8e-3), (2e-3, 1e-5)

@@ -102,6 +102,7 @@ def released(version: str) -> bool:
 
 
 def _set_dropout(config: Any, dropout: float) -> None:
+    """Set the dropout of attention weights; all other dropout becomes 0."""
     for name, value in vars(config).items():
         if isinstance(value, transformers.PreTrainedConfig):
             _set_dropout(value, dropout)
@@ -128,6 +129,7 @@ def params(*wanted: str, quick: Collection[str] | None = None) -> list[Any]:
 
 
 def decoder(name: str, config: dict[str, Any], **options: Any) -> Entry:
+    """An entry for a model that generates text; packed sequences are tested too."""
     return Entry(name, config, **{"packed": ("position_ids", "cu_seq_lens", "both")} | options)
 
 

@@ -114,6 +114,7 @@ def tensors(result: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def outputs(model: nn.Module, inputs: dict[str, Any]) -> Results:
+    """The outputs in float64."""
     with InDouble(), torch.no_grad():
         return dict(tensors(model(**inputs)))
 
@@ -143,6 +144,7 @@ def with_gradients(model: nn.Module, inputs: dict[str, Any], real: Tensor | None
 
 
 def weighted_sum(found: Results) -> Tensor:
+    """A sum of all results with random weights, so that each element matters."""
     generator = torch.Generator().manual_seed(0)
     total = torch.zeros((), dtype=torch.float64)
     for x in found.values():

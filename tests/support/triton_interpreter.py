@@ -32,6 +32,7 @@ def _rounded(x: Any) -> Any:
 
 
 def _handle(x: Any, dtype: Any) -> Any:
+    """Numbers as a tensor of the interpreter, which holds bfloat16 as bits."""
     data = _rounded(x) if dtype == tl.bfloat16 else x.astype(interpreter._get_np_dtype(dtype))
     return interpreter.TensorHandle(data, dtype)
 
@@ -43,12 +44,14 @@ def _dot(builder: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
 
 
 def _cast(original: Any, builder: Any, source: Any, target: Any) -> Any:
+    """A conversion from or to bfloat16, by way of float32."""
     if tl.bfloat16 in (source.dtype.scalar, target.scalar):
         return _handle(_values(source), target.scalar)
     return original(builder, source, target)
 
 
 def _binary(original: Any, builder: Any, left: Any, right: Any, op: Any) -> Any:
+    """An operation on bfloat16, which NumPy lacks: computed in float32 and rounded."""
     if left.dtype.scalar != tl.bfloat16:
         return original(builder, left, right, op)
     result = op(_values(left), _values(right))
@@ -68,6 +71,7 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def mend() -> None:
+    """Correct the interpreter's arithmetic in bfloat16."""
     builder = interpreter.InterpreterBuilder
     builder.create_dot = _dot
     cast, binary = builder.cast_impl, builder.binary_op

@@ -57,6 +57,7 @@ def _numbers(args: Any) -> list[Any]:
 def sinusoidal(
     rows: int = 48, dtype: torch.dtype = torch.float32, offset: int = 0
 ) -> Callable[[], Any]:
+    """A call of a small kernel, on tensors without memory."""
     x = torch.empty(2, rows, 64, dtype=dtype, device="meta")
     return lambda: backend.sinusoidal_encoding(
         x, None, options=SinusoidalOptions(offset, scale=8.0)
@@ -67,6 +68,7 @@ def sinusoidal(
 
 
 def a_cached_launch_equals_tritons() -> None:
+    """The second launch goes past Triton and has the same arguments."""
     first, again = launches(sinusoidal()), launches(sinusoidal())
     assert first[1], "the first launch did not go through Triton"
     assert not again[1], "the second did"
@@ -77,6 +79,8 @@ def a_cached_launch_equals_tritons() -> None:
 
 
 def launch_hooks_are_called() -> None:
+    """A launch goes through Triton while it has a hook."""
+
     def hook(metadata: Any) -> None:
         pass
 
@@ -88,6 +92,7 @@ def launch_hooks_are_called() -> None:
 
 
 def a_launch_is_on_the_current_stream() -> None:
+    """A launch uses the stream that is current when it happens."""
     for stream in (7, 9):  # Triton's own launch, then one that is found again
         driver.stream = stream
         (found, _), *rest = launches(sinusoidal(40))[0]
@@ -96,6 +101,7 @@ def a_launch_is_on_the_current_stream() -> None:
 
 
 def every_kernel_is_found_again() -> None:
+    """The second launch of every kernel goes past Triton."""
     kernels = set()
     for work in triton_aot.work(complete=True):
         if work.width > 128 or work.dtype == torch.float32:

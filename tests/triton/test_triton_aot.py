@@ -20,6 +20,7 @@ PRODUCTS = {"attention_forward", "attention_backward_query", "attention_backward
 
 
 def _compiled(*arguments: str) -> list[dict[str, Any]]:
+    """What the compiler reports for each kernel, one row each."""
     if importlib.util.find_spec("triton") is None and not REQUIRE_NATIVE:
         pytest.skip("triton is not installed")
     child = run_python(str(TOOL), *arguments, TRITON_INTERPRET="0")
@@ -27,6 +28,7 @@ def _compiled(*arguments: str) -> list[dict[str, Any]]:
 
 
 def _faults(usages: list[dict[str, Any]]) -> list[str]:
+    """Kernels that spill registers or need too much shared memory."""
     faults = []
     for usage in usages:
         text = (

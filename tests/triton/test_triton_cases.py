@@ -85,6 +85,7 @@ NAMED = {
 
 
 def _few(name: str) -> Sequence[Any]:
+    """The cases of a table that run in every suite."""
     if name in NAMED:
         return [case for case in TABLES[name] if case.name in NAMED[name].split()]
     return FEW[name](TABLES[name]) if name in FEW else TABLES[name]

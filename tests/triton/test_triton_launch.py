@@ -83,6 +83,7 @@ def test_no_call_reads_a_value_back_from_the_gpu() -> None:
 
 @pytest.fixture
 def _as_before() -> Iterator[None]:
+    """Reset PyTorch's precision of products after a test."""
     # PyTorch's own testing module, which another test imports, freezes its flags.
     with torch.backends.__allow_nonbracketed_mutation():
         yield

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("triton_interpreter")
 
 
 def _qkv(generator: torch.Generator, *shape: int, grad: bool = True) -> list[torch.Tensor]:
+    """A query, key and value of one shape."""
     return [
         torch.randn(shape, generator=generator, requires_grad=grad)
         for _ in range(3)

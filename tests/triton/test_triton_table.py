@@ -14,6 +14,7 @@ Launch = _table.Launch
 
 @pytest.fixture
 def own_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A table of the user, empty at first."""
     path = tmp_path / "table.json"
     monkeypatch.setenv("FASTATTN_TRITON_TABLE", str(path))
     monkeypatch.setattr(_table, "table_of", _table.table_of.__wrapped__)

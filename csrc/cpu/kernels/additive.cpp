@@ -282,6 +282,7 @@ class Backward : AdditiveRows<P> {
     }
   }
 
+  // gradients_of() with coarse reciprocals where the results are rounded to 16 bits.
   template <int kQ>
   void gradients(Buffers& f, Block q, int64_t j0, int64_t keys) const {
     if (kHasCoarse<T> && coarse) return gradients_of<kQ, kHasCoarse<T>>(f, q, j0, keys);
@@ -417,11 +418,13 @@ class Backward : AdditiveRows<P> {
 
 }  // namespace
 
+// The forward pass of a batch: out, and the weights if wanted.
 void additive_forward(const AdditiveParams& x) {
   if (x.attention.B == 0 || x.attention.Lq == 0) return;
   with_arithmetic(x.attention.dtype, [&](auto policy) { Forward<decltype(policy)>(x).run(); });
 }
 
+// The backward pass of a batch: all gradients.
 void additive_backward(const AdditiveParams& x) {
   with_arithmetic(x.attention.dtype, [&](auto policy) { Backward<decltype(policy)>(x).run(); });
 }

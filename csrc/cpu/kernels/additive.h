@@ -166,6 +166,8 @@ __attribute__((noinline)) T score_exactly(const T* q, int64_t q_panel, const T* 
            tanh_of<T>(load(q + a * q_panel) + load(k + a * k_panel) + load(bias + a * kLanes<T>));
   return sum_lanes<T>(acc);
 }
+// The same for the gradients of one query and one vector of A: adds to dq [W], dk [keys][W] and dv
+// [W]. g [keys] are the gradients of the scores.
 template <class T>
 __attribute__((noinline)) void gradient_exactly(const T* q, const T* k, const T* bias, const T* g,
                                                 int64_t keys, T* dq, T* dk, T* dv) {

@@ -55,7 +55,7 @@ class AdditiveRows {
     T* q;               // [panels][kQueries + 1][lanes] queries
     T* eq;              // e^2(q + b)
     T* k;               // [panels][kKeys + 1][lanes] keys, or e^2k:
-    const void* held;   // the first of those rows,
+    const void* held;   // the first of these rows,
     int64_t held_rows;  // their number,
     T held_top;         // their largest magnitude,
     bool factored;      // and whether they are e^2k
@@ -104,6 +104,7 @@ class AdditiveRows {
     return n * static_cast<int64_t>(sizeof(T)) % 4096 == 0 ? n + 16 : n;
   }
 
+  // Row i of batch entry b.
   Source row(const Tensor4& t, int64_t b, int64_t i) const {
     return P::elements(t.data, p.dtype) + b * t.stride[0] + i * t.stride[2];
   }
@@ -125,9 +126,9 @@ class AdditiveRows {
     f.limit = small ? kFactoredLimit<T> - top : -kInf<T>;
   }
 
-  // Stages f of `rows` rows, then of zero rows up to `to`, which the tiles read, as panels:
-  // dst[a / lanes][row][a % lanes]
-  // Returns the largest magnitude of an element, or inf if one is not finite.
+  // Writes f(x) of `rows` rows as panels, dst[a / lanes][row][a % lanes]; the rows from there up to
+  // `to`, which the tiles read too, are f(0). Returns the largest magnitude of an element, or inf if
+  // one is not finite.
   template <class F>
   T stage(Source src, const int64_t* stride, int64_t rows, int64_t to, T* dst, F f) const {
     T top = T(0);
@@ -135,6 +136,7 @@ class AdditiveRows {
                   [&](const auto* first) { top = stage_rows_of(first, stride, rows, to, dst, f); });
     return top;
   }
+  // stage() for one type of elements.
   template <class S, class F>
   T stage_rows_of(const S* src, const int64_t* stride, int64_t rows, int64_t to, T* dst,
                   F f) const {
@@ -166,6 +168,7 @@ class AdditiveRows {
     FASTATTN_INLINE Vec<T> operator()(Vec<T> u) const { return exp_twice<T>(u); }
   };
 
+  // to = e^(2 from), for rows in panels.
   void exponentials(const T* from, int64_t rows, T* to) const {
     for (int64_t n = 0; n < panels * kPanel; n += kPanel)
       for (int64_t r = 0; r < rows; ++r)
@@ -231,8 +234,8 @@ class AdditiveRows {
     for (int64_t i = q.begin; i < q.end; ++i) softmax(f, q, i, range);
   }
 
-  // The last rows may be past the queries and the last columns past the keys. They are computed
-  // from zeros.
+  // The scores of a block of queries and keys [j0, j1), into f.s. The last rows may be past the
+  // queries and the last columns past the keys: they are computed from zeros.
   template <int kQ>
   void scores(Buffers& f, Block q, int64_t j0, int64_t j1) const {
     if (kHasCoarse<T> && coarse) return scores_of<kQ, kHasCoarse<T>>(f, q, j0, j1);

@@ -34,7 +34,7 @@ class Append {
         largest(params.float8 ? 448 : 127),
         unit(params.float8 ? kE4m3Unit : 1.0f) {}
 
-  // Appends all tokens; returns the first row that cannot be quantised.
+  // Appends all tokens, or none if a row cannot be quantised; returns the fault.
   AppendFault run() const {
     const double elements = static_cast<double>(p.B * p.L) * ((p.Hq + p.Hkv) * p.D + p.Hkv * p.Dv);
     const int64_t tokens = p.B * p.L;
@@ -99,6 +99,7 @@ class Append {
     bool dense() const { return stride == 1; }
     X& operator[](int64_t d) const { return at[d * stride]; }
   };
+  // Row i of head h of entry b.
   template <class X = S>
   static Row<X> row_of(const Tensor4& x, int64_t b, int64_t h, int64_t i) {
     return {static_cast<X*>(x.data) + b * x.stride[0] + h * x.stride[1] + i * x.stride[2],
@@ -130,6 +131,7 @@ class Append {
 
   // ---- Quantisation -----------------------------------------------------------------------------
 
+  // The scale of a new row of keys (value = 0) or values (1).
   float* new_scale(int64_t value, int64_t b, int64_t i, int64_t h) const {
     return p.new_scales + ((value * p.B + b) * p.L + i) * p.Hkv + h;
   }
@@ -182,6 +184,7 @@ class Append {
     return not_finite == 0 && *scale <= __FLT_MAX__ / unit;
   }
 
+  // Writes the row in `buf`, divided by its scale, and the scale to the row `at` of a cache.
   void quantise(const Tensor4& cache, const Tensor4& scales, float scale, CacheRow at, int64_t h,
                 int64_t count, const Scratch& buf) const {
     *row_of<float>(scales, at.entry, h, at.row).at = scale;
@@ -272,6 +275,7 @@ class Append {
 
 }  // namespace
 
+// Appends new tokens to caches. With a fault, nothing is written.
 AppendFault append_to_cache(const AppendParams& p) {
   AppendFault fault = AppendFault::none;
   with_stored(p.dtype, [&](auto stored) { fault = Append<decltype(stored)>(p).run(); });

@@ -40,15 +40,16 @@ FASTATTN_INLINE int64_t key_block(int64_t D, int64_t Dv) {
 // Up to this many keys, a panel processes all its keys in one block: two tiles of scores of this
 // length still fit in L2.
 constexpr int64_t kWholeKeys = 1024;
+// The keys of such a block: all of them, filled up to whole tiles.
 template <class P>
 FASTATTN_INLINE int64_t whole_key_block(int64_t Lk) {
   return round_up(max_of<int64_t>(Lk, 1), 2 * P::kScoreRows);
 }
 
-// Whether heads are so small that a thread takes some in order and reads each while it computes the
-// one before. All operands of two fit in half of L2.
+// Whether a thread computes several heads in order and prefetches the next one meanwhile: they are
+// so small that the operands of two heads fit in half of L2.
 template <class P>
-FASTATTN_INLINE bool reads_ahead(const AttentionParams& p) {
+FASTATTN_INLINE bool prefetches_next_head(const AttentionParams& p) {
   constexpr int64_t kBytes = 128 << 10;
   return p.Lk <= key_block<P>(p.D, p.Dv) &&
          (p.Lq + p.Lk) * (p.D + p.Dv) * bytes_of(p.dtype) <= kBytes;

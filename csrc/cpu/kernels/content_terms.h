@@ -34,6 +34,7 @@ FASTATTN_INLINE VecF gather(const float* base, const int32_t* index) {
   return load(x);
 #endif
 }
+// The same in float64.
 FASTATTN_INLINE VecD gather(const double* base, const int32_t* index) {
   alignas(kVectorBytes) double x[kLanes<double>];
   for (int l = 0; l < kLanes<double>; ++l) x[l] = base[index[l]];
@@ -187,8 +188,8 @@ class ContentTerms {
       }
   }
 
-  // The gradients of the terms of the tile that was added last, from dS[key][lane]. Those of C are
-  // summed until the block or its queries change.
+  // The gradients of the terms of the tile that was added last, from dS[key][lane]. The gradients
+  // of C are summed until the block or its queries change.
   template <int NV>
   __attribute__((noinline)) void add_gradients(Buffers& f, int64_t i0, int64_t i1, Range r,
                                                const T* ds) const {
@@ -283,6 +284,7 @@ class ContentTerms {
   const bool of_queries, of_keys;
   const int64_t keys, sharing, dw, dp, columns, columns_of_tile;
 
+  // Elements of the gradients of both tables.
   int64_t tables_size() const { return (of_queries + of_keys) * p.buckets * dp; }
 
   // The columns of a band of a block of keys and so many queries, and room for the last vectors.
@@ -290,6 +292,7 @@ class ContentTerms {
     return round_up(min_of(p.buckets, p.bucket_step * (keys + queries) + 1), kPanel) + kPanel;
   }
 
+  // The table of the current head.
   Source table(const Tensor4& x, const Buffers& f) const {
     return P::elements(x.data, p.dtype) + f.b * x.stride[0] + f.h * x.stride[1];
   }
@@ -327,7 +330,7 @@ class ContentTerms {
     return readers;
   }
 
-  // Entry e is that of b(top - e), and b(low) or b(high) beyond these.
+  // Entry e is for b(top - e); beyond b(low) and b(high) it repeats these.
   void find(Entries& to, int64_t top, int64_t low, int64_t high, int64_t count) const {
     const int32_t* const bucket = p.distance_buckets + p.farthest;
     to.band = values_of(bucket, low, high);
@@ -412,6 +415,7 @@ class ContentTerms {
     int64_t rows, keys;
     bool linear;  // whole, and b is linear in it
   };
+  // Calls run(square) for all squares of queries [i0, i1) and keys r. `tile`: the columns of A.
   template <int NV, class F>
   FASTATTN_INLINE void each_square(const Buffers& f, int64_t i0, int64_t i1, Range r, Range tile,
                                    F run) const {

@@ -184,9 +184,11 @@ class Decode {
     }
     return buf;
   }
+  // The parts of a state: [rows][dim_v] outputs, [rows] maxima, [rows] sums.
   T* maxima(T* state) const { return state + rows * dim_v; }
   T* sums(T* state) const { return state + rows * (dim_v + 1); }
 
+  // The state of no keys: o = 0, m = -inf, l = 0.
   void begin(T* state) const {
     for (int64_t i = 0; i < rows * dim_v; ++i) state[i] = T(0);
     for (int64_t r = 0; r < rows; ++r) maxima(state)[r] = -kInf<T>, sums(state)[r] = T(0);
@@ -307,6 +309,7 @@ class Decode {
       widen_pairs(raw_words(k, count), x);
     }
   }
+  // Pairs of bf16 as two vectors of floats: the even elements, the odd ones.
   static FASTATTN_INLINE void widen_pairs(Vec<T> pairs, Vec<T>* x) {
     x[0] = (Vec<T>)((VecI)pairs << 16);
     x[1] = (Vec<T>)((VecI)pairs & static_cast<int32_t>(0xffff0000));
@@ -334,11 +337,13 @@ class Decode {
     if (r < rows) f(Width<1>(), r);
   }
 
+  // Row j of key head hk in a cache.
   const Cached* row_of(const Tensor4& x, int64_t b, int64_t hk, int64_t j) const {
     return static_cast<const Cached*>(x.data) + b * x.stride[0] + hk * x.stride[1] +
            j * x.stride[2];
   }
 
+  // Adds keys [j0, j1), at most one block, to the state of a head: scores, online softmax, values.
   template <class Rows>
   void attend(Buffers& buf, Stream<Rows> k, Stream<Rows> v, int64_t b, int64_t hk, int64_t j0,
               int64_t j1, T* state) const {
@@ -373,6 +378,7 @@ class Decode {
       add_values(Width<2>());
   }
 
+  // The same with both products in integers.
   template <class Rows>
   void attend_integers(Buffers& buf, Stream<Rows> k, Stream<Rows> v, int64_t b, int64_t hk,
                        int64_t j0, int64_t j1, T* state) const {
@@ -414,6 +420,7 @@ class Decode {
       for (int64_t n = 0; n < kBlock; n += W) store(to + n, load(to + n) * kE4m3Unit);
     if (any_wrong(to, kBlock)) __atomic_store_n(p.wrong_scales, 1, __ATOMIC_RELAXED);
   }
+  // x *= factors, elements of one block.
   static FASTATTN_INLINE void multiply_block(const T* factors, T* x) {
     FASTATTN_UNROLL for (int64_t n = 0; n < kBlock; n += W)
         store(x + n, load(x + n) * load(factors + n));
@@ -578,6 +585,7 @@ class Decode {
     for (; d < dim_v; d += kPerLane * W) columns<R, kPerLane, false>(s, alpha, v, nk, d, o);
   }
 
+  // The same for C vectors of columns from d0 on, whose sums stay in registers.
   template <int R, int C, bool kWhole, class Rows>
   FASTATTN_INLINE void columns(const T* s, const T* alpha, Stream<Rows> v, int64_t nk, int64_t d0,
                                T* o) const {

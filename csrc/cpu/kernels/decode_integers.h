@@ -66,6 +66,7 @@ FASTATTN_INLINE Unit unit_of(float top, float limit) {
   return {limit / top, top / limit};
 }
 
+// Stores the low byte of each lane.
 FASTATTN_INLINE void store_bytes(int8_t* to, VecI x) {
   typedef int8_t Bytes __attribute__((vector_size(kQuads), aligned(1), may_alias));
   *reinterpret_cast<Bytes*>(to) = __builtin_convertvector(x, Bytes);
@@ -88,6 +89,7 @@ struct IntegerQueries {
   int32_t* bias;  // [rows] the excess of q . (k + 128) over q . k, in units
   int64_t dim;    // a multiple of kBytes
 
+  // The high and the low bytes of row r.
   FASTATTN_INLINE const int8_t* high(int64_t r) const { return bytes + 2 * r * dim; }
   FASTATTN_INLINE const int8_t* low(int64_t r) const { return bytes + (2 * r + 1) * dim; }
 
@@ -288,6 +290,8 @@ FASTATTN_INLINE int64_t integer_columns(const IntegerWeights& w, int64_t r0, con
   return from;
 }
 
+// o_r = alpha_r o_r + sum_j w_rj v_j for R rows, from r0 on, of `vectors` vectors. Prefetches the
+// rows of `next` meanwhile.
 template <int R>
 __attribute__((noinline)) void integer_values(const IntegerWeights& w, int64_t r0,
                                               const float* alpha, const int8_t* v, int64_t nk,

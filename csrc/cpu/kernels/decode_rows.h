@@ -22,6 +22,7 @@ struct BlockRows {
 template <class S>
 struct AnyRows {
   const S* const* at;
+  // Row j of the block.
   FASTATTN_INLINE const S* row(int64_t j) const { return at[j]; }
 };
 // Rows with a constant stride, which need no look-up of addresses.
@@ -29,6 +30,7 @@ template <class S>
 struct EvenRows {
   const S* first;
   int64_t stride;
+  // Row j of the block.
   FASTATTN_INLINE const S* row(int64_t j) const { return first + j * stride; }
 };
 

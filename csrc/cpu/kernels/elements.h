@@ -29,6 +29,7 @@ class Elements {
   DType dtype() const { return dtype_; }
   Elements operator+(int64_t count) const { return {at_ + count * bytes_of(dtype_), dtype_}; }
   const void* address() const { return at_; }
+  // The pointer, for a known element type.
   template <class S>
   S* as() const {
     return reinterpret_cast<S*>(at_);
@@ -54,6 +55,7 @@ FASTATTN_INLINE void with_elements(S* from, F f) {
   f(from);
 }
 
+// The address of the first element.
 template <class S>
 FASTATTN_INLINE const void* address_of(const S* at) {
   return at;

@@ -35,10 +35,12 @@ int64_t read_sentence(const EncodeMemoryParams& p, int64_t r, int64_t b, int64_t
   return count;
 }
 
+// The words of a sentence, in the scratch of the thread.
 Word* sentence_scratch(const EncodeMemoryParams& p) {
   return static_cast<Word*>(thread_scratch(static_cast<size_t>(p.J + 1) * sizeof(Word)));
 }
 
+// Row (i, j, k) of a tensor of four dimensions.
 template <class S>
 const S* row_of(const Tensor4& t, int64_t i, int64_t j, int64_t k) {
   return static_cast<const S*>(t.data) + i * t.stride[0] + j * t.stride[1] + k * t.stride[2];

@@ -52,6 +52,8 @@ class Gather {
     return rows_of(p.value_cache, p.value_scales, p.Dv, b, h, j0, j1, values) && right;
   }
 
+  // Widens rows [j0, j1) of one head of a cache to `to` [j1 - j0][columns]. False if a scale is not
+  // positive and finite.
   bool rows_of(const Tensor4& cache, const Tensor4& scales, int64_t columns, int64_t b, int64_t h,
                int64_t j0, int64_t j1, S* to) const {
     const int64_t entry = p.entries == nullptr ? b : p.entries[b];
@@ -110,6 +112,8 @@ class Gather {
 
 }  // namespace
 
+// Copies the caches of each sequence into dense keys and values. False if a scale is not positive
+// and finite.
 bool gather_rows(const GatherParams& p) {
   bool right = true;
   with_stored(p.dtype, [&](auto stored) { right = Gather<decltype(stored)>(p).run(); });

@@ -11,6 +11,7 @@ namespace {
 
 FASTATTN_INLINE bool has_image_bias(const AttentionParams& p) { return p.row_bias.data != nullptr; }
 
+// The row of one query in a tensor [B, H, Lq, ...].
 template <class T>
 FASTATTN_INLINE const T* of_query(const Tensor4& x, int64_t b, int64_t h, int64_t i) {
   return static_cast<const T*>(x.data) + b * x.stride[0] + h * x.stride[1] + i * x.stride[2];
@@ -50,7 +51,7 @@ __attribute__((noinline)) void pack_image_bias(const AttentionParams& p, int64_t
   });
 }
 
-// bias[j - j0] = that of query i and key j, for one query; with `add`, added to it.
+// bias[j - j0] = the bias of query i and key j, for one query; added to it with `add`.
 template <class T>
 __attribute__((noinline)) void read_image_bias_row(const AttentionParams& p, int64_t b, int64_t h,
                                                    int64_t i, int64_t j0, int64_t j1, bool add,

@@ -88,6 +88,7 @@ class Linear {
     return buf;
   }
 
+  // The lanes of a panel with `rows` rows of x.
   static int64_t lanes_for(int64_t rows) { return rows <= kFew * W ? kFew * W : L; }
 
   // y[m0, m1)[n0, n1), block by block of the reduced dimension.
@@ -153,6 +154,8 @@ class Linear {
     }
   }
 
+  // C[rows][lanes] = bias + A B with `first`, else C += A B. A [rows, reduced] are weights, B a
+  // panel of rows of x.
   template <int kVectors>
   static __attribute__((noinline)) void tiles(const Word* A, int64_t ld, const Word* B,
                                               int64_t rows, int64_t reduced, const T* bias,

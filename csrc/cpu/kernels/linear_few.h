@@ -203,6 +203,8 @@ class FewRows {
     if (p.M % 4 == 3) tiles<3>(x, ldx, count, first, buf.panel, sums);
   }
 
+  // sums[r][L] = x_r W^T, or += without `first`, for kRowsOfX rows of x and a panel of L outputs
+  // over `count` words.
   template <int kRowsOfX>
   static __attribute__((noinline)) void tiles(const Word* x, int64_t ldx, int64_t count, bool first,
                                               const E* panel, T* sums) {

@@ -47,6 +47,7 @@ class InPlace {
     return is_full && !p.w_transposed;
   }
 
+  // Divides the rows of x into chunks and the outputs into groups; a task is one of both.
   static void run(const LinearParams& p) {
     const int64_t most =
         max_of(L, min_of(kChunkRows, kChunkElements / max_of<int64_t>(1, p.K) / L * L));
@@ -182,6 +183,8 @@ class InPlace {
     if constexpr (kLeast < W) tiles<kRows, 1, HalfF>(b, r0, x, n, y);
   }
 
+  // The same; a block with many words is multiplied in half as many rows, each with two chains of
+  // sums, which round less.
   template <int64_t kRows, int kVectors, class V>
   void tiles(const Block& b, int64_t r0, const T* x, int64_t n, T* y) const {
     if constexpr (kHasPairs)

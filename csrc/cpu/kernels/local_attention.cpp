@@ -99,6 +99,7 @@ class LocalAttention {
     each_task(team, tasks, kStatic, make, task);
   }
 
+  // Row i of batch entry b.
   Source row_of(const Tensor4& t, int64_t b, int64_t i) const {
     return P::elements(t.data, p.dtype) + b * t.stride[0] + i * t.stride[1];
   }
@@ -106,6 +107,7 @@ class LocalAttention {
   Source result(void* data, int64_t i, int64_t columns) const {
     return P::elements(data, p.dtype) + i * columns;
   }
+  // The window of query i in a result [queries][W].
   const T* of_query(const void* data, int64_t i) const {
     return data == nullptr ? nullptr : static_cast<const T*>(data) + i * p.W;
   }
@@ -140,8 +142,8 @@ class LocalAttention {
     return truncated + (static_cast<T>(truncated) < low);
   }
 
-  // Finds the rows that query i can see, and their z; returns their number.
-  int64_t look(const Scratch& f, int64_t i) const {
+  // Lists the visible rows in the window of query i, with their z; returns their number.
+  int64_t find_window(const Scratch& f, int64_t i) const {
     const T at = position(i), reach = static_cast<T>(p.reach);
     const uint8_t* const padding = padding_of(i / p.Lq);
     const int64_t first = first_of(i), end = min_of(p.Lk, first + p.W);
@@ -164,7 +166,7 @@ class LocalAttention {
 
   // out and weights of query i.
   void attend(const Scratch& f, int64_t i) const {
-    const int64_t b = i / p.Lq, count = look(f, i);
+    const int64_t b = i / p.Lq, count = find_window(f, i);
     T* const weights = of_query(p.weights, i);
     const T none = is_lost(i) ? position(i) : T(0);
     for (int64_t w = 0; w < p.W; ++w) weights[w] = none;
@@ -207,7 +209,7 @@ class LocalAttention {
 
   // dq, and the gradients of the scores that the keys need, of query i.
   void backward_query(const Scratch& f, int64_t i) const {
-    const int64_t b = i / p.Lq, count = look(f, i);
+    const int64_t b = i / p.Lq, count = find_window(f, i);
     const T* const weights = of_query(p.weights, i);
     const T* const grad_weights = of_query(p.grad_weights, i);
     T* const of_keys = of_query(p.coefficients, i);
@@ -284,10 +286,12 @@ class LocalAttention {
 
 }  // namespace
 
+// The forward pass: out and the weights.
 void local_attention_forward(const LocalParams& p) {
   with_arithmetic(p.dtype, [&](auto policy) { LocalAttention<decltype(policy)>(p).forward(); });
 }
 
+// The backward pass: the gradients of query, key, value and positions.
 void local_attention_backward(const LocalParams& p) {
   with_arithmetic(p.dtype, [&](auto policy) { LocalAttention<decltype(policy)>(p).backward(); });
 }

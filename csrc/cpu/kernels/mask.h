@@ -151,6 +151,7 @@ FASTATTN_INLINE Range trim(const T* keys, Range r) {
   return r;
 }
 
+// The ALiBi slope of a query head, 0 without ALiBi.
 template <class T>
 FASTATTN_INLINE T alibi_slope(const AttentionParams& p, int64_t b, int64_t h) {
   if (p.alibi == nullptr) return T(0);

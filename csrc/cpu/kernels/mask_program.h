@@ -50,7 +50,7 @@ FASTATTN_INLINE Extremes extremes(const int32_t* x, int64_t count) {
   return e;
 }
 
-// Whether any element of x[kPart] is within the extremes.
+// Whether any element of x[kStride] is within the extremes.
 constexpr int64_t kStride = 64;
 FASTATTN_INLINE bool any_within(const int32_t* x, Extremes e) {
   constexpr int W = kLanes<float>;
@@ -97,6 +97,7 @@ class MaskProgram {
     return same(r.whole, keys) ? Coverage::all : Coverage::some;
   }
 
+  // Whether query i sees key j.
   bool sees(int64_t i, int64_t j) const {
     return evaluate<bool>(
         [&](int n) { return leaf_sees(n, i, j); },
@@ -156,6 +157,7 @@ class MaskProgram {
     return {keys, common(keys, whole)};
   }
 
+  // The region of two operands that must both see a pair.
   static Region both(const Region& a, const Region& b) {
     return of(common(a.keys, b.keys), common(a.whole, b.whole));
   }
@@ -218,6 +220,8 @@ class MaskProgram {
     return of(keys, e.min == e.max ? keys : none);
   }
 
+  // The region of a leaf of blocks: the keys of its nonempty columns, and the longest run of full
+  // ones.
   static Region region_of_blocks(const MaskStep& s, const int32_t* states, int64_t i0, int64_t i1,
                                  Range keys) {
     const int64_t row_end = (i1 - 1) / s.block_q + 1, column_end = (keys.end - 1) / s.block_k + 1;
@@ -273,6 +277,7 @@ class MaskProgram {
 
   // ---- Pairs ------------------------------------------------------------------------------------
 
+  // The words of bits for a column of a block.
   static int64_t words_of(const MaskStep& s) { return (s.block_q + 31) / 32; }
 
   // Whether a leaf of blocks has the pair (i, j), before negation.
@@ -346,6 +351,7 @@ class MaskProgram {
     return s.negated ? ~visible : visible;
   }
 
+  // Which of the queries in the lanes from i on see key j, by a leaf of blocks.
   FASTATTN_INLINE VecI lanes_of_blocks(const MaskStep& s, const int32_t* states, int64_t i,
                                        int64_t j, Cursor& cursor) const {
     constexpr int W = kLanes<float>;

@@ -105,6 +105,7 @@ class WithProjection {
 
 }  // namespace
 
+// The forward pass of all hops: the states, the statistics and, if wanted, the weights.
 void memory_hops_forward(const MemoryHopsParams& params) {
   if (params.B == 0 || params.Q == 0) return;
   with_number(params.dtype, [&](auto zero) {
@@ -114,6 +115,7 @@ void memory_hops_forward(const MemoryHopsParams& params) {
   });
 }
 
+// The backward pass of all hops, from the last to the first.
 void memory_hops_backward(const MemoryHopsParams& params) {
   if (params.B == 0 || params.Q == 0) return;
   with_number(params.dtype, [&](auto zero) {

@@ -128,6 +128,7 @@ class HopSteps {
       states = p.K + 1, at = (at + 1) / 2;
     return static_cast<T*>(p.trace) + (row * states + at) * p.D;
   }
+  // m and l of a query in hop k.
   T* stats(int64_t row, int64_t k) const {
     return static_cast<T*>(p.stats) + (forgets() ? row : row * p.K + k) * 2;
   }
@@ -226,6 +227,7 @@ class HopSteps {
       store_first(trace_u + d, x, lanes);
     }
   }
+  // to = H u.
   void project(int64_t k, const T* u, T* to) const { row_products(proj_rows(k), p.D, p.D, u, to); }
 
   // phi(x).

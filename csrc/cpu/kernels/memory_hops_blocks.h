@@ -34,6 +34,7 @@ class HopBlocks : protected HopSteps<T> {
     block->count = n1 - n0;
     if (p.mask.data != nullptr || p.bias.data != nullptr) select_rows(row, k, n0, n1, block);
   }
+  // Lists the rows of [n0, n1) that a query sees in hop k, with their bias.
   __attribute__((noinline)) void select_rows(int64_t row, int64_t k, int64_t n0, int64_t n1,
                                              Block* block) const {
     const int64_t b = batch_of(row), q = query_of(row);
@@ -64,6 +65,7 @@ class HopBlocks : protected HopSteps<T> {
   struct WideBlocks {
     WideBlock in, out;
   };
+  // Takes the buffers of widened blocks from an arena.
   WideBlocks wide_at(Arena& a) const {
     const int64_t size = is_narrow ? kHopBlock * p.D + W : dp;
     T *const in = a.take<T>(size), *const out = a.take<T>(size);
@@ -77,6 +79,8 @@ class HopBlocks : protected HopSteps<T> {
     if (is_narrow && p.D != dp) return widen_block(stored, block, wide);
     return {stored.base, stored.stride, block.all ? nullptr : block.at, stored.dtype};
   }
+  // The rows of a block in the type of the sums; a block that was already widened for another query
+  // is not widened again.
   __attribute__((noinline)) StoredRows widen_block(StoredRows rows, const Block& block,
                                                    WideBlock* wide) const {
     if (!block.all) rows.at = block.at;
@@ -87,15 +91,16 @@ class HopBlocks : protected HopSteps<T> {
     return {wide->rows, p.D, nullptr, kStoredAs<T>};
   }
 
-  // Whether a query, in its last hop, prefetches the next group's rows: one memory fits in the
-  // caches, all of them do not, and no row is masked. Its own rows then come from the cache, and
-  // main memory is idle.
-  FASTATTN_INLINE bool reads_ahead(int64_t group, int64_t row, int64_t k) const {
+  // Whether a query, in its last hop, prefetches the rows of the next group. Main memory is idle
+  // then, because its own rows come from the cache: one memory fits in the caches, all of them do
+  // not, and no row is masked.
+  FASTATTN_INLINE bool prefetches_next_group(int64_t group, int64_t row, int64_t k) const {
     return k == p.K - 1 && group + 1 < groups && row + 1 == row_of(group + 1, 0) &&
            groups * p.N * p.D > kCached && p.N * p.D <= kCached / 2 && p.mask.data == nullptr;
   }
-  // Inline, because the compiler removes calls of a function that only prefetches.
-  FASTATTN_INLINE void fetch_next(int64_t group, int64_t n0, int64_t n1) const {
+  // Prefetches rows [n0, n1) of the next group's memories. Inline, because the compiler removes
+  // calls of a function that only prefetches.
+  FASTATTN_INLINE void prefetch_next(int64_t group, int64_t n0, int64_t n1) const {
     const StoredRows in = this->in_rows(group + 1, 0, n0), out = this->out_rows(group + 1, 0, n0);
     const int64_t size = bytes_of(p.dtype), row = p.D * size;
     const char *of_in = static_cast<const char*>(in.base),

@@ -25,11 +25,13 @@ __attribute__((noinline)) void products_of_panel(int64_t rows, const typename P:
                                                  Vec<typename P::Acc>* top) {
   score_products<P, kVectors>(rows, A, K, panel, K, chain, S, top);
 }
+// src [rows][cols] to panels dst [cols][lanes].
 template <class T>
 __attribute__((noinline)) void pack_rows(const T* src, int64_t row_stride, int64_t rows,
                                          int64_t cols, int64_t lanes, T* dst) {
   pack_transposed<T>(src, row_stride, int64_t(1), rows, cols, lanes, dst, lanes);
 }
+// The inverse, with each row multiplied by its factor; `add` adds to dst.
 template <class T>
 __attribute__((noinline)) void unpack_rows(const T* src, int64_t ld, const T* factor, int64_t rows,
                                            int64_t cols, T* dst, int64_t row_stride,
@@ -115,6 +117,7 @@ class PanelSteps : protected HopSteps<T> {
     t.at = a.take<int64_t>(Bk);
     return t;
   }
+  // Elements of a partial result: o [D][lanes], m and l [lanes].
   int64_t state_size() const { return (D + 2) * L; }
   T* chunk_state(const Group& f, int64_t panel, int64_t c) const {
     return f.chunk_state + (c * panels + panel) * state_size();
@@ -181,10 +184,12 @@ class PanelSteps : protected HopSteps<T> {
       for (int64_t r = 0; r < R; ++r)
         if (step_counts[r] == steps) f.order[at++] = r;
   }
+  // Panels of the queries that have not stopped, and the queries in one.
   int64_t panels_of(const Group& f) const { return (f.moving[0] + L - 1) / L; }
   int64_t lanes_of(const Group& f, int64_t panel) const {
     return min_of(L, f.moving[0] - panel * L);
   }
+  // The query in a lane; queries that have not stopped are first in the order.
   int64_t row_in(const Group& f, int64_t group, int64_t lane) const {
     return row_of(group, f.order[lane]);
   }
@@ -227,6 +232,7 @@ class PanelSteps : protected HopSteps<T> {
     const T *in, *out;  // [count][D]
   };
 
+  // Describes rows [n0, n1) of a group's memory: which of them take part, and their bias.
   __attribute__((noinline)) Block block_of(const Tiles& t, int64_t group, int64_t k, int64_t n0,
                                            int64_t n1) const {
     Block block{n0, n1 - n0, true, by_row(), false, nullptr, nullptr};

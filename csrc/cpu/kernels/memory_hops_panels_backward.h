@@ -244,6 +244,7 @@ class PanelBackward : public PanelSteps<T, kVectors> {
     add_transposed(block.in, t.ds, block, one, du);
   }
 
+  // Writes the gradients of the bias of a block: dS, with 0 for rows that take no part.
   void write_scores(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t panel,
                     const Block& block, int64_t rows) const {
     if (block.count == 0)

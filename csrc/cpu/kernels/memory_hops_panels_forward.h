@@ -61,6 +61,7 @@ class PanelForward : public PanelSteps<T, kVectors> {
     }
   }
 
+  // Reads chunk c of the memory for one block of panels; its state stays apart, to be merged.
   void read_chunk(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t block_of_panels,
                   int64_t c) const {
     const int64_t first = block_of_panels * kBlockPanels;
@@ -162,6 +163,7 @@ class PanelForward : public PanelSteps<T, kVectors> {
     }
   }
 
+  // Writes the weights of one panel for the rows of chunk c.
   void write_weights(const Group& f, const Tiles& t, int64_t group, int64_t k, int64_t panel,
                      int64_t c) const {
     const int64_t row = row_of(group, panel * L), queries = min_of(L, R - panel * L);

@@ -147,6 +147,7 @@ class RowHops : protected HopBlocks<T> {
   int64_t ds_row(int64_t k, int64_t r) const { return (p.stack ? 2 * k : k) * R + r; }
   int64_t p_row(int64_t k, int64_t r) const { return (p.stack ? 2 * k + 1 : p.K + k) * R + r; }
 
+  // Clears term `at` of the gradients of the memory: it adds nothing.
   void forget(const Scratch& f, int64_t at) const {
     __builtin_memset(f.coef + at * np, 0, static_cast<size_t>(p.N) * sizeof(T));
     __builtin_memset(f.vector + at * dp, 0, static_cast<size_t>(dp) * sizeof(T));
@@ -215,6 +216,7 @@ class RowHops : protected HopBlocks<T> {
     row_products(out, block.count, p.D, f.g, dp_of);
     if (p.grad_weights.data != nullptr) add_grad_weights(hop, n0, block, dp_of);
   }
+  // Adds the gradients of the weights of a block to dP.
   __attribute__((noinline)) void add_grad_weights(const Hop& hop, int64_t n0, const Block& block,
                                                   T* dp_of) const {
     T all[kHopBlock];

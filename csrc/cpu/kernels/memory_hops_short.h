@@ -59,7 +59,7 @@ class ShortHops : RowHops<T> {
     alignas(64) T s[kHopBlock];
     Block block;
     this->see(row, k, 0, p.N, &block);
-    if (this->reads_ahead(group, row, k)) this->fetch_next(group, 0, p.N);
+    if (this->prefetches_next_group(group, row, k)) this->prefetch_next(group, 0, p.N);
     T m = -kInf<T>, l = T(0);
     if (block.count > 0) {
       this->scores(this->rows_of(this->in_rows(group, k, 0), block, &f.wide.in), block, f.u, s);

@@ -35,6 +35,7 @@ struct StoredRows {
   FASTATTN_INLINE bool is(const StoredRows& other) const {
     return base == other.base && stride == other.stride;
   }
+  // The rows, for a known element type.
   template <class S>
   FASTATTN_INLINE Rows<S> as() const {
     return {static_cast<const S*>(base), stride, at};

@@ -134,6 +134,7 @@ class StreamHops : RowHops<T> {
     this->step(row, k, f.u, o, f.next);
   }
 
+  // Merges the state of a chunk into (o, m, l), or adds it if the weights are not normalised.
   void merge(const T* chunk_state, T* o, T* m, T* l) const {
     Shares<T> share = {splat<T>(T(1)), splat<T>(T(1))};
     if (p.normalize) share = merge_sums<T>(m, l, chunk_state[dp], chunk_state[dp + 1], kWeight<T>);
@@ -148,12 +149,13 @@ class StreamHops : RowHops<T> {
     for (int64_t d = 0; d < dp; d += W) store(chunk_state + d, Vec<T>{});
     T s[kHopBlock];
     Block block;
-    const bool keeps = p.weights != nullptr, fetches = this->reads_ahead(group, row, k);
+    const bool keeps = p.weights != nullptr,
+               prefetches = this->prefetches_next_group(group, row, k);
     const int64_t end = min_of(p.N, (c + 1) * chunk);
     for (int64_t n0 = c * chunk; n0 < end; n0 += kHopBlock) {
       const int64_t n1 = min_of(end, n0 + kHopBlock);
       this->see(row, k, n0, n1, &block);
-      if (fetches) this->fetch_next(group, n0, n1);
+      if (prefetches) this->prefetch_next(group, n0, n1);
       if (block.count > 0) {
         const StoredRows in = this->in_rows(group, k, n0), out = this->out_rows(group, k, n0);
         StoredRows rows = this->rows_of(in, block, &wide.in);
@@ -169,6 +171,8 @@ class StreamHops : RowHops<T> {
     chunk_state[dp] = m, chunk_state[dp + 1] = l;
   }
 
+  // Keeps the scores of rows [n0, n1), from which the weights are computed at the end of the hop. A
+  // row that is not in the block gets the weight 0.
   void keep(const Scratch& f, const Block& block, int64_t n0, int64_t n1, const T* s) const {
     for (int64_t n = n0; n < n1; ++n) f.hop_scores[n] = p.normalize ? -kInf<T> : T(0);
     for (int64_t i = 0; i < block.count; ++i)

@@ -78,6 +78,7 @@ class MergeStates {
     }
   };
 
+  // The log-sum-exp of a row, float32 or float64.
   R read_lse(const Tensor4& t, Place at) const {
     return p.lse_dtype == DType::f64 ? *at.of<double>(t) : R(*at.of<float>(t));
   }
@@ -229,6 +230,7 @@ class MergeStates {
   }
 };
 
+// Calls f(kernel) with the kernel of the dtype.
 template <class F>
 void with_types(const MergeStatesParams& p, F f) {
   with_arithmetic(p.dtype, [&](auto policy) { f(MergeStates<decltype(policy)>(p)); });
@@ -236,6 +238,7 @@ void with_types(const MergeStatesParams& p, F f) {
 
 }  // namespace
 
+// The merge of two states, and its gradients.
 void merge_states_forward(const MergeStatesParams& p) {
   with_types(p, [](const auto& states) { states.forward(); });
 }

@@ -40,6 +40,7 @@ class Norm {
  private:
   const NormParams& p;
 
+  // The lanes of a vector that are in use.
   static FASTATTN_INLINE int lanes(int64_t left) {
     return static_cast<int>(min_of<int64_t>(W, left));
   }

@@ -55,6 +55,7 @@ FASTATTN_INLINE void pack_transposed(const S* src, int64_t row_stride, int64_t c
   }
 }
 
+// The same for elements whose dtype is known at run time.
 template <class T>
 __attribute__((noinline)) void pack_transposed(Elements src, int64_t row_stride, int64_t col_stride,
                                                int64_t rows, int64_t cols, int64_t lanes, T* dst,
@@ -87,6 +88,7 @@ FASTATTN_INLINE void unpack_transposed(const T* src, int64_t ld, const T* factor
   }
 }
 
+// The same for elements whose dtype is known at run time.
 template <class T>
 __attribute__((noinline)) void unpack_transposed(const T* src, int64_t ld, const T* factor,
                                                  int64_t rows, int64_t cols, Elements dst,
@@ -115,6 +117,7 @@ FASTATTN_INLINE void stage_rows(const S* src, int64_t row_stride, int64_t col_st
   }
 }
 
+// The same for elements whose dtype is known at run time.
 template <class T>
 __attribute__((noinline)) void stage_rows(Elements src, int64_t row_stride, int64_t col_stride,
                                           int64_t rows, int64_t cols, T* dst, int64_t ld) {
@@ -123,6 +126,7 @@ __attribute__((noinline)) void stage_rows(Elements src, int64_t row_stride, int6
   });
 }
 
+// Whether pairs can be loaded as aligned words.
 FASTATTN_INLINE bool word_aligned(const Bf16* p) {
   return reinterpret_cast<uintptr_t>(p) % sizeof(float) == 0;
 }
@@ -328,6 +332,7 @@ FASTATTN_INLINE void prefetch_rows(const S* src, int64_t row_stride, int64_t col
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t c = 0; c < cols; c += kLine) __builtin_prefetch(src + r * row_stride + c, 0, 2);
 }
+// The same for elements whose dtype is known at run time.
 FASTATTN_INLINE void prefetch_rows(Elements src, int64_t row_stride, int64_t col_stride,
                                    int64_t rows, int64_t cols) {
   with_elements(src, [&](const auto* from) __attribute__((always_inline)) {

@@ -22,6 +22,7 @@ constexpr bool kVariants = true;
 // fp32 arithmetic; storage is float, or bf16 / fp16 converted while a block is staged.
 struct Single {
   typedef Elements Source;
+  // A pointer to the elements of a tensor, whose dtype is known at run time.
   static Source elements(void* data, DType dtype) { return {data, dtype}; }
   typedef float Acc;
   typedef float Word;

@@ -12,6 +12,7 @@ namespace fastattn {
 namespace FASTATTN_ISA {
 namespace {
 
+// The position of row n: n itself, unless the call has positions.
 FASTATTN_INLINE int64_t position(const AttentionParams& p, int64_t n) {
   return p.positions == nullptr ? n : p.positions[n];
 }

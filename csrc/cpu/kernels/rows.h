@@ -37,6 +37,7 @@ template <class T>
 FASTATTN_INLINE int64_t vectors_of(int64_t D) {
   return (D + kLanes<T> - 1) / kLanes<T>;
 }
+// The elements in the last vector of a row.
 template <class T>
 FASTATTN_INLINE int last_lanes(int64_t D) {
   return static_cast<int>(D - (vectors_of<T>(D) - 1) * kLanes<T>);
@@ -303,6 +304,7 @@ __attribute__((noinline)) void products_of(const T* first, int64_t stride, const
                                            int64_t count, int64_t D, const T* x, T* s) {
   row_products<T>(Rows<T>{first, stride, at}, count, D, x, s);
 }
+// y += sum_n w_n row_n, over `count` rows: `at` has their indices, null means the first rows.
 template <class T>
 __attribute__((noinline)) void add_rows_of(const T* first, int64_t stride, const int64_t* at,
                                            int64_t count, int64_t D, const T* w, T* y) {
@@ -311,6 +313,7 @@ __attribute__((noinline)) void add_rows_of(const T* first, int64_t stride, const
 // Calls of_piece(piece, i0, rows, d0, columns) for each piece of the rows, as floats; rows of
 // `piece` are kPieceColumns apart.
 constexpr int64_t kPieceRows = 32, kPieceColumns = 128;
+// Calls of_piece(piece, i0, rows, d0, columns) for all rows, in pieces that are widened to float.
 template <class F>
 FASTATTN_INLINE void each_piece(Elements first, int64_t stride, const int64_t* at, int64_t count,
                                 int64_t D, F of_piece) {
@@ -324,6 +327,7 @@ FASTATTN_INLINE void each_piece(Elements first, int64_t stride, const int64_t* a
       of_piece(piece, i0, rows, d0, columns);
     }
 }
+// products_of() for elements whose dtype is known at run time: 16-bit rows are widened in pieces.
 inline void products_of(Elements first, int64_t stride, const int64_t* at, int64_t count, int64_t D,
                         const float* x, float* s) {
   if (const float* own = in_place<float>(first))
@@ -336,6 +340,7 @@ inline void products_of(Elements first, int64_t stride, const int64_t* at, int64
                  s[i0 + r] = d0 == 0 ? part[r] : s[i0 + r] + part[r];
              });
 }
+// add_rows_of() for elements whose dtype is known at run time.
 inline void add_rows_of(Elements first, int64_t stride, const int64_t* at, int64_t count, int64_t D,
                         const float* w, float* y) {
   if (const float* own = in_place<float>(first))

@@ -17,6 +17,7 @@ struct HeadRows {
 };
 typedef HeadRows<float> ScaleRows;
 
+// The rows of one key head of a cache: of entry `entry`, or of the pages of a sequence.
 template <class X>
 FASTATTN_INLINE HeadRows<X> head_rows(const Tensor4& x, int64_t entry, int64_t hk,
                                       const int32_t* pages, int64_t page_size) {
@@ -25,6 +26,7 @@ FASTATTN_INLINE HeadRows<X> head_rows(const Tensor4& x, int64_t entry, int64_t h
           page_size};
 }
 
+// The scales of the same rows.
 FASTATTN_INLINE ScaleRows scale_rows(const Tensor4& x, int64_t entry, int64_t hk,
                                      const int32_t* pages, int64_t page_size) {
   return head_rows<float>(x, entry, hk, pages, page_size);

@@ -54,6 +54,7 @@ FASTATTN_INLINE Vec<T> exp2_of_parts(Vec<T> shifted, Vec<T> f) {
   return exp2_fraction<false>(f) * power(half) * power(whole - half);
 }
 
+// e^x. Outside [kLeast, kMost] the result is 0 or inf, so x is clamped.
 template <class T>
 FASTATTN_INLINE Vec<T> exp_of(Vec<T> x) {
   typedef FloatFormat<T> F;
@@ -63,6 +64,7 @@ FASTATTN_INLINE Vec<T> exp_of(Vec<T> x) {
   return exp2_of_parts<T>(shifted, ((x - n * F::kHigh) - n * F::kLow) * kLog2E<T>);
 }
 
+// 2^x, clamped to the same range.
 template <class T>
 FASTATTN_INLINE Vec<T> exp2_of(Vec<T> x) {
   typedef FloatFormat<T> F;
@@ -112,6 +114,7 @@ FASTATTN_INLINE Vec<T> log1p_of_any(Vec<T> x) {
 // Sine and cosine of radians up to kFarthest: x = n pi / 2 + r. In double, pi / 2 has three parts,
 // and the products of the first two with n are exact.
 constexpr double kFarthest = 0x1p20;
+// sin(x) and cos(x). x - n pi/2 is computed in float64 with pi/2 in three parts.
 template <class T>
 FASTATTN_INLINE Waves<T> waves_of_radians(Vec<T> x) {
   typedef double Wide __attribute__((vector_size(kLanes<T> * 8), may_alias));
@@ -136,6 +139,7 @@ FASTATTN_INLINE Vec<T> far_lanes(Vec<T> x, Vec<T> near, double (*exact)(double))
   return near;
 }
 
+// The largest integer that is not above x; adding kShift rounds to an integer.
 template <class T>
 FASTATTN_INLINE Vec<T> floor_of(Vec<T> x) {
   constexpr T kShift = FloatFormat<T>::kShift,
@@ -145,6 +149,7 @@ FASTATTN_INLINE Vec<T> floor_of(Vec<T> x) {
   return select<T>((x < kWhole) & (x > -kWhole), down, x);
 }
 
+// The square root, correctly rounded.
 template <class T>
 FASTATTN_INLINE Vec<T> sqrt_of(Vec<T> x) {
 #if defined(__AVX512BW__) && !FASTATTN_EMULATED_AVX512

@@ -47,7 +47,8 @@ class ScoreMachine {
     groups(S, S, rows, j0, program.value_each, program.value, S);
   }
 
-  // dS: the gradient of the modified scores -> of the raw ones. That of data is added to `sums`.
+  // Turns dS from the gradient of the modified scores into the gradient of the raw scores. The
+  // gradients of captured tensors are added to `sums`.
   __attribute__((noinline)) void differentiate(T* raw, T* dS, int64_t rows, int64_t j0,
                                                double* sums) {
     sums_ = sums;
@@ -76,6 +77,7 @@ class ScoreMachine {
     FASTATTN_INLINE Int bits(int64_t r, int n) const { return (Int)value(r, n); }
   };
 
+  // Register n: the score, the gradient of the result, or one of the program.
   FASTATTN_INLINE Register at(int32_t n) const {
     const int32_t level = program.levels[n];
     T* const first = n == 0 ? score_ : n == 1 ? seed_ : registers_ + program.at[n] * L;
@@ -88,6 +90,7 @@ class ScoreMachine {
     rows_ = min_of(kScoreRows, rows);
   }
 
+  // Runs `steps` for each group of kScoreRows keys, and writes the register `result` to `to`.
   void groups(T* score, T* seed, int64_t rows, int64_t j0, const ScoreSteps& steps, int32_t result,
               T* to) {
     for (int64_t r = 0; r < rows; r += kScoreRows) {
@@ -120,28 +123,34 @@ class ScoreMachine {
       FASTATTN_UNROLL for (int n = 0; n < NV; ++n) store(to.vector(r, n), (Vec<T>)f(r, n));
   }
 
+  // s.to = f(a, b) of floating registers.
   template <class F>
   FASTATTN_INLINE void floats(const ScoreStep& s, F f) const {
     const Register a = at(s.a), b = at(s.b);
     each(at(s.to), [&](int64_t r, int n)
                        __attribute__((always_inline)) { return f(a.value(r, n), b.value(r, n)); });
   }
+  // s.to = f(a, b) of integer registers.
   template <class F>
   FASTATTN_INLINE void integers(const ScoreStep& s, F f) const {
     const Register a = at(s.a), b = at(s.b);
     each(at(s.to), [&](int64_t r, int n)
                        __attribute__((always_inline)) { return f(a.bits(r, n), b.bits(r, n)); });
   }
+  // s.to = f(a) of a floating register.
   template <class F>
   FASTATTN_INLINE void unary(const ScoreStep& s, F f) const {
     const Register a = at(s.a);
     each(at(s.to),
          [&](int64_t r, int n) __attribute__((always_inline)) { return f(a.value(r, n)); });
   }
+  // s.to = x in all lanes.
   FASTATTN_INLINE void fill(int32_t to, Vec<T> x) const {
     each(at(to), [&](int64_t, int) __attribute__((always_inline)) { return x; });
   }
+  // A size or offset of the call, by its place in the program.
   FASTATTN_INLINE int64_t number(int32_t place) const { return program.numbers[place]; }
+  // An integer in all lanes.
   FASTATTN_INLINE static Vec<T> integer(int64_t x) {
     return (Vec<T>)(Int{} + static_cast<typename IntOf<T>::type>(x));
   }
@@ -155,6 +164,7 @@ class ScoreMachine {
     for (int32_t n = 0; n < steps.count; ++n) run(steps.first[n]);
   }
 
+  // Runs one step over all rows of a group.
   void run(const ScoreStep& s) const {
     switch (static_cast<ScoreOp>(s.op)) {
       case ScoreOp::constant: {
@@ -391,6 +401,7 @@ class ScoreMachine {
     });
   }
 
+  // An integer division or remainder: f(a, b, quotients of a and b).
   template <class F>
   FASTATTN_INLINE void quotient(const ScoreStep& s, F f) const {
     const Register a = at(s.a), b = at(s.b), to = at(s.to);
@@ -435,6 +446,7 @@ class ScoreMachine {
         store(to.vector(0, n), to.value(0, n) + (queries ? total : sum[n]));
   }
 
+  // Adds the gradient of a gathered element to the sums of its tensor.
   FASTATTN_INLINE void scatter(const ScoreStep& s) const {
     if (sums_ == nullptr) return;
     const Register value = at(s.to), index = at(s.a);

@@ -125,6 +125,7 @@ template <class T>
 struct FirstState {
   T maximum, sum;
 };
+// The state of a row before its first key: empty, or with the sink of its head.
 template <class T>
 FASTATTN_INLINE FirstState<T> first_state(const AttentionParams& p, const ScoreRule<T>& rule,
                                           int64_t b, int64_t h) {
@@ -142,6 +143,7 @@ struct RowScale {
   T* high;
   T* low;
   T* inverse;
+  // The rows from i on.
   FASTATTN_INLINE RowScale at(int64_t i) const { return {high + i, low + i, inverse + i}; }
 };
 
@@ -169,6 +171,7 @@ struct Bias {
   const T* tile = nullptr;  // [keys][lanes]
   const T* keys = nullptr;  // [keys], not used if there is a tile
   Range clear{0, 0};        // the keys that have no bias; their rows of the tile are not read
+  // Whether the block has any bias.
   bool exists() const { return tile != nullptr || keys != nullptr; }
 };
 
@@ -309,6 +312,7 @@ class Philox {
     out2_ = high ^ (key_[1] + 2 * kW1);
   }
 
+  // Draws `group` of eight keys: four words of each lane's query.
   FASTATTN_INLINE void draw(int64_t group, VecU* word) const {
     const uint64_t product = uint64_t{kM0} * (first_ ^ static_cast<uint32_t>(group));
     VecU high0, low0, high2, low2;
@@ -378,6 +382,7 @@ FASTATTN_INLINE void dropout_mask(const DropoutRule& d, int64_t i0, int64_t j0, 
 FASTATTN_INLINE VecF keep_lanes(VecF x, const uint32_t* keep) {
   return (VecF)((VecI)x & (VecI)load(reinterpret_cast<const float*>(keep)));
 }
+// The same in float64.
 FASTATTN_INLINE VecD keep_lanes(VecD x, const uint32_t* keep) {
   VecD y = x;
   FASTATTN_UNROLL for (int i = 0; i < kLanes<double>; ++i) y[i] = keep[i] ? x[i] : 0.0;
@@ -412,6 +417,7 @@ FASTATTN_INLINE bool all_finite(const S* src, int64_t row_stride, int64_t col_st
   }
   return sum_lanes<T>(sum) == 0;
 }
+// The same for elements whose dtype is known at run time.
 __attribute__((noinline)) inline bool all_finite(Elements src, int64_t row_stride,
                                                  int64_t col_stride, int64_t rows, int64_t cols) {
   bool finite = true;

@@ -24,6 +24,8 @@ namespace {
 // may be half a vector. 17 to 24 queries take 1.05.
 template <class P>
 struct Units {
+  // Calls use(unit) with the unit of a sequence: panels one vector wide where wider ones would be
+  // mostly empty.
   template <class Use>
   static auto with(const Sequence& s, Use use) {
     constexpr int64_t W = kLanes<float>;
@@ -46,6 +48,7 @@ void attention_backward(const AttentionParams& p) {
   });
 }
 
+// The backward pass of packed sequences.
 void attention_sequences_backward(const SequencesParams& p) {
   if (p.attention.B == 0 || p.attention.Hq == 0) return;
   with_policy(p.attention.dtype, [&](auto policy) {

@@ -67,7 +67,7 @@ class BackwardUnit {
   bool sums_delta() const { return whole; }
   // Whether the next task is the next head, read ahead.
   bool heads_follow() const {
-    return whole && p.Hq == p.Hkv && p.grad_mask.data == nullptr && reads_ahead<P>(p);
+    return whole && p.Hq == p.Hkv && p.grad_mask.data == nullptr && prefetches_next_head<P>(p);
   }
   static constexpr bool forward_scores() { return false; }
   int64_t chunks() const { return (p.Lk + chunk - 1) / chunk; }
@@ -199,6 +199,7 @@ class BackwardUnit {
   const ScoreGradients<P, kVectors> gradients;
   const ContentTerms<P> terms;
 
+  // Elements of the sums that a query head needs for itself.
   int64_t own_size() const {
     return queries * p.D + relative_sums<T>(p, L) + image_sums(p, queries);
   }
@@ -258,6 +259,8 @@ class BackwardUnit {
     return dst;
   }
 
+  // Adds one block of keys to the gradients of a query head: dQ of all queries, dK and dV of its
+  // keys.
   void block_of_keys(Buffers& f, int64_t b, int64_t h, int64_t hk, Range block, int64_t chunk_begin,
                      T* dq) const {
     const int64_t nk = block.end - block.begin, *sk = p.k.stride, *sv = p.v.stride;
@@ -425,6 +428,7 @@ class BackwardUnit {
     }
   }
 
+  // to[keys] = factor rows[0, 1, ...], rows that are ld apart.
   __attribute__((noinline)) void write_rows(const T* rows, int64_t ld, int64_t cols, T factor,
                                             const Tensor4& to, int64_t b, int64_t hk,
                                             Range keys) const {

@@ -96,6 +96,7 @@ class Prepare {
     }
   }
 
+  // Packs `rows` queries from i0 on into a panel.
   void pack_queries(typename WeightsPass<P>::Buffers& buf, int64_t b, int64_t h, int64_t i0,
                     int64_t rows, int64_t lanes) const {
     const int64_t* st = p.q.stride;
@@ -103,6 +104,7 @@ class Prepare {
     pack_panel<P>(q, st[2], st[3], rows, p.D, lanes, buf.q, lanes, buf.temp);
   }
 
+  // Prepares the row scales of queries [i0, i1).
   void scale(typename WeightsPass<P>::Buffers& buf, int64_t b, int64_t h, int64_t i0,
              int64_t i1) const {
     const int64_t rows = i1 - i0;
@@ -120,14 +122,15 @@ class Prepare {
       if (!forward_scores_ || lse - lse != 0) continue;
       scale_from_lse(rule, lse, to.at(i));
       if (-kAbsorbingLse < lse && lse < kAbsorbingLse) continue;
-      // The log-sum-exp is the maximum of the forward scores, which these rows must subtract: those
-      // recomputed above are rounded otherwise, by more than an exponential can take. Their sum
-      // counts the keys that share the maximum.
+      // The log-sum-exp is the maximum of the forward scores, which these rows must subtract. The
+      // maximum recomputed above is rounded otherwise, by more than an exponential can take. The
+      // sum counts the keys that share the maximum.
       to.low[i] = T(0);
       to.inverse[i] = buf.rows.inverse[i];
     }
   }
 
+  // Adds the gradients of the weights to delta: sum_j P dP of these gradients.
   void from_weights(typename WeightsPass<P>::Buffers& buf, T* grad, int64_t b, int64_t h,
                     int64_t i0, int64_t i1, T* delta) const {
     constexpr int64_t lanes = kLanesOfPanel;
@@ -169,6 +172,7 @@ class Backward {
     }
   }
 
+  // Prepares all rows and runs all tasks, on one thread or on a team.
   void run() {
     const Sequence first = sequences_.at(0);
     Units::with(first, [&](const auto& unit) { run_from(first, unit); });
@@ -285,6 +289,7 @@ class Backward {
     return {count, heads / count, own_batch, own_head, false};
   }
 
+  // Whether tasks sum gradients of captured tensors in buffers.
   static bool has_score_sums(const Sequence& s) {
     return s.score_program != nullptr && s.score_program->buffers > 0;
   }
@@ -319,6 +324,7 @@ class Backward {
     });
   }
 
+  // Where the prepared rows of sequence n are.
   PreparedRows<T> prepared(const Tasks& rows, int64_t n) const {
     T* at = memory_ + rows.before(n);
     const int64_t all = rows.total();
@@ -343,11 +349,13 @@ class Backward {
       rows_of.run(t - tasks.before(n), static_cast<char*>(thread_scratch(rows_of.bytes())));
     });
   }
+  // What prepares the rows of a sequence for its unit.
   template <class Unit>
   static Prepare<P> preparation(const Sequence& s, const Unit& unit, PreparedRows<T> to) {
     return Prepare<P>(s, to, unit.sums_delta(), Unit::forward_scores());
   }
 
+  // Task t of a sequence whose rows are prepared: one chunk of keys of one key head.
   template <class Unit>
   static void one_chunk(const Sequence& s, const Unit& unit, int64_t t, int64_t m,
                         const PreparedRows<T>& prepared, T* partial) {
@@ -365,6 +373,7 @@ class Backward {
     unit.write_dq(owners(s).head(s, t / group, m), t % group, sum);
   }
 
+  // A task that prepares the rows of one key head and then runs all its chunks.
   template <class Unit>
   static void all_chunks(const Sequence& s, const Unit& unit, int64_t owner,
                          const PreparedRows<T>& prepared) {
@@ -390,6 +399,7 @@ class Backward {
     }
   }
 
+  // sum += x.
   static void add(T* sum, const T* x, int64_t count) {
     for (int64_t i = 0; i < count; i += kLanes<T>) store(sum + i, load(sum + i) + load(x + i));
   }

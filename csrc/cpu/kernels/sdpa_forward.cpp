@@ -85,11 +85,13 @@ class Forward {
     const int64_t share = p.B * p.Lq / (2 * p.threads * kLanesOfPanel);
     return max_of<int64_t>(1, min_of(kBytes / panel, share)) * kLanesOfPanel;
   }
+  // Blocks of queries in a head.
   int64_t blocks() const { return (p.Lq + Bq - 1) / Bq; }
   // Whether the next task is the next head, read ahead.
   bool heads_follow() const {
-    return blocks() == 1 && weights != Weights::averaged && reads_ahead<P>(p);
+    return blocks() == 1 && weights != Weights::averaged && prefetches_next_head<P>(p);
   }
+  // Heads that are computed one by one, or batch entries whose heads are averaged.
   int64_t groups() const { return weights == Weights::averaged ? p.B : p.B * p.Hq; }
 
   struct Buffers {
@@ -199,6 +201,7 @@ class Forward {
     __builtin_memset(o, 0, static_cast<size_t>(queries * p.Dv) * sizeof(T));
   }
 
+  // The lanes of a panel with `rows` queries.
   static FASTATTN_INLINE int64_t lanes_for(int64_t rows) {
     return rows <= kFew * W ? kFew * W : kLanesOfPanel;
   }
@@ -394,6 +397,7 @@ class Forward {
                          p.applied.stride[2]);
   }
 
+  // Row i of the stored weights of a head.
   Source weights_row(int64_t b, int64_t h, int64_t i) const {
     const int64_t* st = p.applied.stride;
     return P::elements(p.applied.data, p.dtype) + b * st[0] + h * st[1] + i * st[2];
@@ -504,9 +508,9 @@ struct NoForward {
 
 bool multiplies_integers(int64_t columns) { return multiplies_bytes(columns); }
 
-// Beyond, a panel of the heads is faster than reading the keys in order. On one thread of Zen 4 and
-// 4096 keys it then takes 0.5 to 1.0 of the time in bf16 and 0.55 to 0.97 in fp32, for 64, 128, and
-// 576 and 512 columns. In fp16 and fp64 it is no faster; narrower vectors were not measured.
+// The most query rows of a key head that are decoded by reading the keys in order. With more, each
+// key is read often enough that packing the rows into a panel is faster. The limits were measured
+// on Zen 4 (docs/cpu-kernels.md); fp16 and fp64 gain nothing, narrower vectors were not measured.
 int64_t most_streamed_rows(DType dtype) {
   constexpr bool kMeasured = kLanes<float> == 16;
   if (kMeasured && dtype == DType::bf16) return 24;

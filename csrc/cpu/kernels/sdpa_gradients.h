@@ -53,9 +53,9 @@ FASTATTN_INLINE bool sees_only_sink(const Sequence& p, const ScoreRule<T>& rule,
 }
 
 // What queries of a head add to d sink = sum_i w_i (0 - delta_i): the sink is a key whose value is
-// 0, and w_i its weight, 1 where nothing else is visible. A sink of -inf is none. The rows of the
-// others are +inf there; they begin with the first query, and have whole vectors. `center`, if not
-// null, is a part of delta.
+// 0, and w_i its weight, 1 where nothing else is visible. A sink of -inf has no weight. `rows`
+// begin with the first query, have whole vectors, and are +inf where a lane has no query.
+// `center`, if not null, is a part of delta.
 template <class T>
 __attribute__((noinline)) double sink_gradient(const Sequence& p, const ScoreRule<T>& rule,
                                                int64_t b, int64_t h, Range queries,
@@ -148,7 +148,7 @@ class ScoreGradients {
   }
 
   // s: S -> dropout(P). ds: dP -> dS, the gradient of scale S; gradients of the biases are added
-  // on the way. For queries [i0, i1) and keys r; `rows` begins with query i0. With sinks and a whole
+  // meanwhile. For queries [i0, i1) and keys r; `rows` begins with query i0. With sinks and a whole
   // tile, `rows` gets the delta and the scale that sink_gradient needs.
   void run(const Buffers& f, int64_t b, int64_t h, int64_t i0, int64_t i1, Range r, Bias<T> bias,
            const PreparedRows<T>& rows) const {

@@ -29,6 +29,7 @@ __attribute__((noinline)) void add_visible_only(const T* P, int64_t lanes, int64
   }
 }
 
+// The same for elements whose dtype is known at run time.
 template <int kPerWord, class T>
 void add_visible_only(const T* P, int64_t lanes, int64_t keys, Elements v, int64_t row_stride,
                       int64_t col_stride, int64_t Dv, T* O) {

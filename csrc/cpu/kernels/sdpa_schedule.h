@@ -44,33 +44,36 @@ class Schedule {
     }
   }
 
-  // Runs all tasks, on one thread or on a team.
+  // Runs all tasks, then the merges of chunks, on one thread or on a team. Tasks, merges and the
+  // partial states of chunks are numbered over all sequences.
   void run() {
-    // The first sequence and its plan are computed once: a tiny rectangular batch has no other.
+    // A rectangular batch is a single sequence, so its kernel and its plan are made only once: a
+    // tiny call would notice.
     const int64_t count = sequences_.count();
     const Sequence first = sequences_.at(0);
-    const F whole(first);
-    const Plan of_first = plan(first);
-    const auto planned = [&](int64_t n) { return n == 0 ? of_first : plan(sequences_.at(n)); };
+    const F first_kernel(first);
+    const Plan first_plan = plan(first);
+    const auto planned = [&](int64_t n) { return n == 0 ? first_plan : plan(sequences_.at(n)); };
     const Tasks tasks(count, [&](int64_t n) { return planned(n).tasks; });
     const Tasks states(count, [&](int64_t n) { return planned(n).state; });
     const Tasks merges(count, [&](int64_t n) { return planned(n).merges; });
     T* const partial = static_cast<T*>(__builtin_malloc(
         states.total() == 0 ? 1 : static_cast<size_t>(states.total()) * sizeof(T)));
     const int team = team_size(sequences_.threads(), tasks.total(), flops_);
-    // The first of many sequences has most work: if its heads are small, so are all.
-    const int64_t neighbours = count > 1 && !reads_ahead<P>(first) ? 1 : of_first.neighbours;
+    // Sequences are sorted by work: if the heads of the first are small, all are.
+    const int64_t neighbours =
+        count > 1 && !prefetches_next_head<P>(first) ? 1 : first_plan.neighbours;
     const int64_t chunk = max_of<int64_t>(1, min_of(neighbours, tasks.total() / (team * 4)));
     const auto run_task = [&](int64_t t) __attribute__((noinline)) {
-      if (count == 1 && !of_first.decoded) return whole.run(t);
-      const int64_t n = tasks.sequence_of(t), own = t - tasks.before(n);
+      if (count == 1 && !first_plan.decoded) return first_kernel.run(t);
+      const int64_t n = tasks.sequence_of(t), task = t - tasks.before(n);
       const Sequence s = sequences_.at(n);
       if (!D::serves(s))
-        F(s).run(own);
+        F(s).run(task);
       else if (splits(s))
-        D(s).run_chunk(own, partial + states.before(n));
+        D(s).run_chunk(task, partial + states.before(n));
       else
-        D(s).run_head(own);
+        D(s).run_head(task);
     };
     const auto merge = [&](int64_t t) __attribute__((noinline)) {
       const int64_t n = merges.sequence_of(t);
@@ -100,10 +103,13 @@ class Schedule {
 
   struct Plan {
     bool decoded;
-    int64_t tasks, state, merges;
+    int64_t tasks;       // of the kernel
+    int64_t state;       // elements of the partial states of all chunks
+    int64_t merges;      // heads whose chunks are merged
     int64_t neighbours;  // consecutive tasks that a thread should take
   };
 
+  // Whether a key head is more than a fourth of a thread's share, so that its keys are split.
   bool splits(const Sequence& s) const {
     return D(s).chunks() > 1 && static_cast<double>(s.Lk) * 4 * s.threads > keys_;
   }
@@ -113,8 +119,8 @@ class Schedule {
     const int64_t heads = s.B * s.Hkv;
     if (s.Lq == 0) return {false, 0, 0, 0, 1};
     if (!D::serves(s)) {
-      const F whole(s);
-      return {false, whole.tasks(), 0, 0, whole.neighbours()};
+      const F kernel(s);
+      return {false, kernel.tasks(), 0, 0, kernel.neighbours()};
     }
     if (!splits(s)) return {true, heads, 0, 0, 1};
     const D decode(s);

@@ -25,7 +25,7 @@ class WeightsPass {
       4 * kLanesOfPanel;  // per task, so that several panels share staged keys
 
  public:
-  // `own_sums`: lse is that of scores that were rounded otherwise, so each row is normalised again.
+  // `own_sums`: lse is of scores that were rounded otherwise, so each row is normalised again.
   explicit WeightsPass(const Sequence& params, bool own_sums = false)
       : p(params),
         rule(make_rule<T>(params)),
@@ -93,7 +93,7 @@ class WeightsPass {
   }
 
   // The row scales of queries [i0, i1). The log-sum-exp is enough unless it is too large, too
-  // coarse (fp64) or that of other scores. In these cases the maximum and the sum are recomputed,
+  // coarse (fp64) or of other scores. In these cases the maximum and the sum are recomputed,
   // from the packed panel that packed() returns, unless the rows have keys that are not here.
   template <class Packed>
   void scale_rows(Buffers& buf, int64_t b, int64_t h, int64_t i0, int64_t i1, Packed packed,
@@ -256,6 +256,7 @@ class WeightsPass {
     }
   }
 
+  // Writes a tile of weights [keys][queries], times a factor, to rows i on and columns [j0, j1).
   void write(const T* tile, int64_t b, int64_t h, int64_t i, int64_t rows, int64_t j0, int64_t j1,
              T factor) {
     const int64_t* st = p.applied.stride;

@@ -28,6 +28,7 @@ struct Angles {
   VecUL part[kParts];
 };
 
+// Loads a vector of angles, fractions of a turn in units of 2^-64.
 template <class T>
 FASTATTN_INLINE Angles<T> load_angles(const uint64_t* p) {
   typedef uint64_t Unaligned __attribute__((vector_size(kVectorBytes), aligned(8), may_alias));
@@ -38,10 +39,12 @@ FASTATTN_INLINE Angles<T> load_angles(const uint64_t* p) {
   return a;
 }
 
+// The words 0, 2, 4, ... of a, then of b.
 template <int... I>
 FASTATTN_INLINE VecU even_words(VecU a, VecU b, Indices<I...>) {
   return __builtin_shufflevector(a, b, 2 * I...);
 }
+// The words 1, 3, 5, ... of a, then of b.
 template <int... I>
 FASTATTN_INLINE VecU odd_words(VecU a, VecU b, Indices<I...>) {
   return __builtin_shufflevector(a, b, (2 * I + 1)...);
@@ -61,6 +64,7 @@ FASTATTN_INLINE Waves<float> waves_of(const Angles<float>& angles) {
   return waves<float>(high, __builtin_convertvector(distance, VecF) * 0x1p-32f +
                                 __builtin_convertvector(low, VecF) * 0x1p-63f);
 }
+// The same in float64.
 FASTATTN_INLINE Waves<double> waves_of(const Angles<double>& angles) {
   const VecL a = (VecL)(angles.part[0] + kEighth);
   const VecL distance = (a & 0x3fffffffffffffff) - static_cast<int64_t>(kEighth);
@@ -72,6 +76,7 @@ template <class T, int... I>
 FASTATTN_INLINE Vec<T> zip_lower(Vec<T> a, Vec<T> b, Indices<I...>) {
   return __builtin_shufflevector(a, b, (I / 2 + I % 2 * kLanes<T>)...);
 }
+// The upper halves of a and b, their elements in turn.
 template <class T, int... I>
 FASTATTN_INLINE Vec<T> zip_upper(Vec<T> a, Vec<T> b, Indices<I...>) {
   return __builtin_shufflevector(a, b, (I / 2 + I % 2 * kLanes<T> + kLanes<T> / 2)...);
@@ -113,6 +118,8 @@ struct Plan {
   bool stream;
 };
 
+// How the encoding is divided: the tile of angles that a task computes and the rows of x that share
+// it.
 template <class T, class S>
 Plan make_plan(const SinusoidalParams& p) {
   constexpr int64_t kElements = kTileBytes / sizeof(T);
@@ -190,6 +197,7 @@ void fill_pairs(Tile<T>* tile, const SinusoidalParams& p, int64_t rows, int64_t 
   }
 }
 
+// Computes one tile of the encoding; the row of `padding_idx` is 0.
 template <class T, class S>
 void fill(Tile<T>* tile, const SinusoidalParams& p, int64_t rows, int64_t c0, int64_t columns,
           const S* x) {
@@ -242,6 +250,7 @@ void run_block(const SinusoidalParams& p, const Plan& plan, int64_t block, int64
   if (plan.stream) stream_fence();
 }
 
+// Runs all tasks: a block of positions for a group of batch entries and heads.
 template <class T, class S>
 void run(const SinusoidalParams& p) {
   const Plan plan = make_plan<T, S>(p);
@@ -256,6 +265,7 @@ void run(const SinusoidalParams& p) {
 
 }  // namespace
 
+// out = scale x + PE, by the dtype of x.
 void sinusoidal(const SinusoidalParams& p) {
   if (p.B * p.H * p.L * p.D == 0) return;
   switch (p.dtype) {

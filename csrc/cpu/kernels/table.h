@@ -53,6 +53,7 @@ inline bool has_pairs(const AttentionParams& p) {
 }
 inline bool has_pairs(const SequencesParams& p) { return has_pairs(p.attention); }
 
+// Runs the kernel that was compiled for 16-bit pairs, or for the other dtypes.
 template <class Params, void (*kPairs)(const Params&), void (*kRest)(const Params&)>
 void by_dtype(const Params& p) {
   (has_pairs(p) ? kPairs : kRest)(p);

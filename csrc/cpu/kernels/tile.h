@@ -187,7 +187,7 @@ FASTATTN_INLINE void score_tiles(int64_t rows, const typename P::Word* A, int64_
             keep(r0 + r, n, s);
           });
         });
-  // Twice the registers of a tile: the sum of a part, and that of the parts before.
+  // Twice the registers of a tile: the sum of a part, and the sum of the parts before.
   constexpr int kRows = P::kScoreRows / kVectors;
   each_tile<kRows>(rows, [&](auto width, int64_t r0) __attribute__((always_inline)) {
     constexpr int kTile = decltype(width)::value;
@@ -218,6 +218,7 @@ FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A, int
       return score_tiles<P, 1, true>(rows, A, lda, panel, K, chain, S, top, meanwhile);
   score_tiles<P, kVectors, false>(rows, A, lda, panel, K, chain, S, top, meanwhile);
 }
+// The same without work that is done meanwhile.
 template <class P, int kVectors>
 FASTATTN_INLINE void score_products(int64_t rows, const typename P::Word* A, int64_t lda,
                                     const typename P::Word* panel, int64_t K, int64_t chain,

@@ -89,9 +89,11 @@ class Sequences {
     return static_cast<const char*>(x) +
            elements * size_of(all_.dtype == DType::f64 ? DType::f64 : DType::f32);
   }
+  // The pointer that is `elements` later; null stays null.
   void* moved(void* x, int64_t elements) const {
     return const_cast<void*>(moved(static_cast<const void*>(x), elements));
   }
+  // Moves a tensor to an index of one dimension.
   void move(Tensor4& x, int dim, int64_t steps) const { move(x, dim, steps, size_of(all_.dtype)); }
   static void move(Tensor4& x, int dim, int64_t steps, int64_t bytes) {
     if (x.data != nullptr) x.data = static_cast<char*>(x.data) + steps * x.stride[dim] * bytes;
@@ -116,6 +118,7 @@ class Tasks {
   Tasks(const Tasks&) = delete;
   Tasks& operator=(const Tasks&) = delete;
 
+  // The number of all tasks, and of the tasks before a sequence.
   int64_t total() const { return first_[count_]; }
   int64_t before(int64_t sequence) const { return first_[sequence]; }
   // The sequence of a task.

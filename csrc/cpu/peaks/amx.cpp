@@ -6,12 +6,14 @@ namespace fastattn {
 namespace {
 
 struct TilesBf16 : HardwareTiles {
+  // Tile C += tile A x tile B, of bf16.
   template <int C, int A, int B>
   static void product() {
     multiply_bf16<C, A, B>();
   }
 };
 struct TilesFp16 : HardwareTiles {
+  // Tile C += tile A x tile B, of fp16.
   template <int C, int A, int B>
   static void product() {
     multiply_f16<C, A, B>();

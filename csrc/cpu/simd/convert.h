@@ -43,6 +43,7 @@ FASTATTN_INLINE float widen(F16 h) {
                                            : float_of(magnitude) * 0x1p112f;
   return float_of(bits_of(x) | sign);
 }
+// The number that is stored, as a float or double.
 FASTATTN_INLINE float widen(Bf16 b) { return float_of(static_cast<uint32_t>(b.bits) << 16); }
 FASTATTN_INLINE float widen(float x) { return x; }
 FASTATTN_INLINE double widen(double x) { return x; }
@@ -87,6 +88,7 @@ FASTATTN_INLINE void narrow(float x, E4m3* out) {
                               : (magnitude - 0x3c000000u + 0x7ffff + ((magnitude >> 20) & 1)) >> 20;
   out->bits = static_cast<uint8_t>(rounded | sign);
 }
+// Rounds a number to the type of `out`.
 FASTATTN_INLINE void narrow(float x, float* out) { *out = x; }
 FASTATTN_INLINE void narrow(double x, double* out) { *out = x; }
 FASTATTN_INLINE void narrow(double x, float* out) { *out = static_cast<float>(x); }

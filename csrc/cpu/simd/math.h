@@ -40,6 +40,7 @@ FASTATTN_INLINE VecD exp2_slope(VecD f) {
                         1.3215433091849151785e-6, 1.0178197993382467131e-7,
                         7.0741052512368323548e-9, 4.4352866745874167032e-10);
 }
+// 2^f for a fraction f.
 template <bool Coarse, class V>
 FASTATTN_INLINE V exp2_fraction(V f) {
   return exp2_slope<Coarse>(f) * f + 1;
@@ -149,6 +150,7 @@ FASTATTN_INLINE Vec<T> tanh_of_scaled(Vec<T> y) {
   const Vec<T> t = m * reciprocal(T(2) - m);
   return select<T>(y < T(0), -t, t);
 }
+// tanh(x).
 template <class T>
 FASTATTN_INLINE Vec<T> tanh_of(Vec<T> x) {
   return tanh_of_scaled<T>(x * kTanhUnit<T>);
@@ -193,6 +195,7 @@ FASTATTN_INLINE VecF sin_turns(VecF t, VecF tt) {
   const VecF rest = horner<float>(tt, -41.3416615f, 81.5923536f, -75.3935628f);
   return t * 6.28318548f + t * (rest * tt - 1.95191750e-7f);
 }
+// sin(2 pi t), from t and tt = t^2.
 FASTATTN_INLINE VecD sin_turns(VecD t, VecD tt) {
   const VecD rest =
       horner<double>(tt, -41.341702240399631464, 81.605249275944509706, -76.705859703315063442,
@@ -204,6 +207,7 @@ FASTATTN_INLINE VecD sin_turns(VecD t, VecD tt) {
 FASTATTN_INLINE VecF cos_turns(VecF tt) {
   return horner<float>(tt, 1.0f, -19.7392088f, 64.9393687f, -85.4487638f, 59.4217088f);
 }
+// cos(2 pi t), from tt = t^2.
 FASTATTN_INLINE VecD cos_turns(VecD tt) {
   return horner<double>(tt, 1.0, -19.739208802178717230, 64.939394022668241848,
                         -85.456817206643137462, 60.244641352520257615, -26.426253253452795356,

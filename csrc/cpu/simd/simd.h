@@ -106,6 +106,7 @@ template <class T, int... I>
 FASTATTN_INLINE Vec<T> splat_lanes(T x, Indices<I...>) {
   return Vec<T>{((void)I, x)...};
 }
+// x in all lanes.
 template <class T>
 FASTATTN_INLINE Vec<T> splat(T x) {
   return splat_lanes<T>(x, typename CountTo<kLanes<T>>::type());
@@ -133,6 +134,7 @@ FASTATTN_INLINE Vec<T> load(const T* p) {
   typedef T Unaligned __attribute__((vector_size(kVectorBytes), aligned(1), may_alias));
   return *reinterpret_cast<const Unaligned*>(p);
 }
+// Stores a vector at any address.
 template <class T>
 FASTATTN_INLINE void store(T* p, Vec<T> v) {
   typedef T Unaligned __attribute__((vector_size(kVectorBytes), aligned(1), may_alias));
@@ -142,10 +144,12 @@ FASTATTN_INLINE void store(T* p, Vec<T> v) {
 // Half of a vector. One of AVX-512 has the lanes of AVX2, and many processors compute two at a
 // time.
 typedef float HalfF __attribute__((vector_size(kVectorBytes / 2), may_alias));
+// Loads half a vector from any address.
 FASTATTN_INLINE HalfF load_half(const float* p) {
   typedef float Unaligned __attribute__((vector_size(kVectorBytes / 2), aligned(1), may_alias));
   return *reinterpret_cast<const Unaligned*>(p);
 }
+// x in all lanes of half a vector.
 template <int... I>
 FASTATTN_INLINE HalfF splat_half(float x, Indices<I...>) {
   return HalfF{((void)I, x)...};
@@ -258,6 +262,7 @@ FASTATTN_INLINE Piece<T> piece_of(Vec<T> x) {
   return first;
 }
 
+// yes where m is true, else no.
 template <class T>
 FASTATTN_INLINE Vec<T> select(Mask<T> m, Vec<T> yes, Vec<T> no) {
   return m ? yes : no;

@@ -108,10 +108,12 @@ class EmulatedTiles {
       __builtin_memcpy(static_cast<char*>(to) + row * stride, r.tile[T][row],
                        r.config.row_bytes[T]);
   }
+  // Tile C += tile A x tile B, of pairs of bf16.
   template <int C, int A, int B>
   static void multiply_bf16() {
     multiply<C, A, B>([](uint32_t half) { return float_of(flushed(half << 16)); });
   }
+  // Tile C += tile A x tile B, of pairs of fp16.
   template <int C, int A, int B>
   static void multiply_f16() {
     multiply<C, A, B>(float_of_f16);
@@ -128,6 +130,7 @@ class EmulatedTiles {
     static thread_local Registers own;
     return own;
   }
+  // The registers of this thread; the instruction traps on a thread that has not configured them.
   static Registers& in_use() {
     Registers& r = registers();
     if (!r.configured) __builtin_trap();

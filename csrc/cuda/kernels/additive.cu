@@ -15,12 +15,14 @@ constexpr int kScoresBytes = kFloat * (kSizes + 2 * kAdditiveColumns * (kAdditiv
 constexpr int kGradientBytes =
     kFloat * (kSizes + kAdditiveRows * (kAdditiveColumns + kAdditiveRows + 2));
 
+// The scores of all pairs, p.scores [B, Lq, Lk].
 void scores(const AdditiveArguments& p, uintptr_t stream) {
   const int64_t blocks = p.B * blocks_of(p.Lq, kAdditiveRows) * blocks_of(p.Lk, kAdditiveRows);
   launch({"additive_scores", blocks, kAdditiveThreads, kScoresBytes, stream, shapes(p)},
          additive_scores_kernel<T>, p);
 }
 
+// Softmax of each row of scores, or its derivative.
 template <bool kBackward>
 void rows(const AdditiveArguments& p, uintptr_t stream) {
   launch({"additive_rows", blocks_of(p.B * p.Lq, kAdditiveWarps), kAdditiveThreads, 0, stream,
@@ -28,6 +30,7 @@ void rows(const AdditiveArguments& p, uintptr_t stream) {
          additive_rows_kernel<T, kBackward>, p);
 }
 
+// The gradient of k, or of q with the blocks' shares in the gradients of v and the bias.
 template <bool kOfKeys>
 void gradient(const AdditiveArguments& p, uintptr_t stream) {
   const int64_t blocks =
@@ -45,11 +48,13 @@ ProductArguments product(const AdditiveArguments& p, int64_t rows, int64_t depth
   return c;
 }
 
+// Sets the right side of a product, [depth, columns].
 void set_y(ProductArguments& c, const Tensor4& t) {  // [depth, columns]
   c.y = t.data;
   c.y_batch[0] = t.stride[0], c.y_depth[2] = t.stride[2], c.y_column = t.stride[3];
 }
 
+// Sets the result of a product, [rows, columns].
 void set_c(ProductArguments& c, const Tensor4& t) {
   c.c = t.data;
   c.c_batch[0] = t.stride[0], c.c_row = t.stride[2], c.c_column = t.stride[3];
@@ -57,6 +62,7 @@ void set_c(ProductArguments& c, const Tensor4& t) {
 
 }  // namespace
 
+// Launches the kernels of out and the weights.
 void additive_forward(const FASTATTN_ELEMENT*, const AdditiveArguments& p, uintptr_t stream) {
   scores(p, stream);
   rows<false>(p, stream);
@@ -68,6 +74,7 @@ void additive_forward(const FASTATTN_ELEMENT*, const AdditiveArguments& p, uintp
   run_product<F32, T, T, true>("additive_out", c, stream);
 }
 
+// Launches the kernels of all gradients; the scores are computed again.
 void additive_backward(const FASTATTN_ELEMENT*, const AdditiveArguments& p, uintptr_t stream) {
   scores(p, stream);
   ProductArguments dp = product(p, p.Lq, p.Dv, p.Lk);  // dp = dO value^T

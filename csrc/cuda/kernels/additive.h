@@ -66,8 +66,10 @@ FASTATTN_DEVICE float greatest_sum(float* most, float x, float y) {
   return x + y;
 }
 
+// e^(2x).
 FASTATTN_DEVICE float exp_twice(float x) { return expf(2.0f * x); }
 
+// The bias of column a, 0 without one.
 FASTATTN_DEVICE float bias_of(const AdditiveArguments& p, int a) {
   return p.bias != nullptr && a < p.D ? p.bias[a] : 0.0f;
 }

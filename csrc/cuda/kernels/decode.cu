@@ -6,6 +6,7 @@
 namespace fastattn {
 namespace cuda {
 
+// Launches the kernel that reads a split of the keys, then the one that merges the splits.
 void decode_attention(const FASTATTN_ELEMENT*, const DecodeArguments& p, uintptr_t stream) {
   using T = FASTATTN_ELEMENT;
   const int64_t rows = p.Hkv == 0 ? 0 : p.Hq / p.Hkv * p.Lq;
@@ -20,6 +21,7 @@ void decode_attention(const FASTATTN_ELEMENT*, const DecodeArguments& p, uintptr
          decode_merge_kernel<T>, p);
 }
 
+// Launches the kernel that writes new keys and values into the caches.
 void append_to_cache(const FASTATTN_ELEMENT*, const DecodeArguments& p, uintptr_t stream) {
   launch({"append_to_cache", blocks_of(p.B * p.Hkv * p.Lq, kMergeThreads / 32), kMergeThreads, 0,
           stream, shapes(p)},

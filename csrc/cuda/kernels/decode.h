@@ -58,6 +58,7 @@ struct CacheRows {
   }
 };
 
+// The rows of one key head in a cache, for sequence b.
 template <class Storage>
 FASTATTN_DEVICE CacheRows<Storage> cache_rows(const DecodeArguments& p, const Tensor4& cache, int b,
                                               int h_kv, int64_t columns) {
@@ -129,6 +130,7 @@ FASTATTN_DEVICE void clear_unseen_values(const float (&s)[kKeys / 2],
   __syncwarp();
 }
 
+// The partial result (o, m, l) of one split of the keys for the queries of one key head.
 template <class T, int kD>
 __global__ void __launch_bounds__(DecodeShape<T, kD>::kThreads, 1)
     decode_split_kernel(const __grid_constant__ DecodeArguments given) {

@@ -76,6 +76,7 @@ struct Product<F32> {
 
   static FASTATTN_DEVICE float factor(float x) { return x; }
 
+  // x as the sum of two tf32 numbers.
   static FASTATTN_DEVICE void split(float x, uint32_t& big, uint32_t& small) {
     big = to_tf32(x);
     // For an infinity, x - big would be NaN.
@@ -83,6 +84,7 @@ struct Product<F32> {
     small = to_tf32(rest == rest ? rest : 0.0f);
   }
 
+  // Operand a from four registers of floats.
   static FASTATTN_DEVICE A a_of(const uint32_t (&r)[4]) {
     A a;
     FASTATTN_UNROLL
@@ -127,6 +129,7 @@ struct Product<Tf32> {
 
   static FASTATTN_DEVICE float factor(float x) { return float_of_bits(to_tf32(x)); }
 
+  // Operand a from four registers of floats.
   static FASTATTN_DEVICE A a_of(const uint32_t (&r)[4]) {
     A a;
     FASTATTN_UNROLL
@@ -140,6 +143,7 @@ struct Product<Tf32> {
     return {{to_tf32(d[0]), to_tf32(d[2]), to_tf32(d[1]), to_tf32(d[3])}};
   }
 
+  // d += a b for two tiles of b. There is one product for each, so kTransposed changes no order.
   template <bool kTransposed = false>
   static FASTATTN_DEVICE void add(float* d, const A& a, const B& b) {
     mma_tf32_m16n8k8(d, a.x, b.x[0], b.x[1]);

@@ -10,6 +10,7 @@ namespace {
 
 using T = FASTATTN_ELEMENT;
 
+// The launch of a kernel, with the sizes of the call for its error.
 Launch launch_of(const char* name, const EncodeMemoryArguments& p, int64_t blocks, int64_t shared,
                  uintptr_t stream) {
   auto text = [](int64_t n) { return std::to_string(n); };
@@ -22,6 +23,7 @@ Launch launch_of(const char* name, const EncodeMemoryArguments& p, int64_t block
               " J=" + text(p.J) + " V=" + text(p.V) + " D=" + text(p.D)};
 }
 
+// A thread encodes kN columns of a sentence.
 template <int kN>
 void forward(EncodeMemoryArguments p, uintptr_t stream) {
   while (1 << p.column_bits < kEncodeThreads && int64_t{kN} << p.column_bits < p.D) ++p.column_bits;
@@ -29,6 +31,7 @@ void forward(EncodeMemoryArguments p, uintptr_t stream) {
   launch(launch_of("encode_memory", p, blocks, 0, stream), encode_memory_kernel<T, kN>, p);
 }
 
+// One kernel for the gradient of the embeddings, and one for the temporal encoding if it is wanted.
 template <int kN>
 void backward(EncodeMemoryArguments p, uintptr_t stream) {
   p.lanes = lanes_of_row<kN>(p.D);
@@ -42,6 +45,7 @@ void backward(EncodeMemoryArguments p, uintptr_t stream) {
 
 }  // namespace
 
+// Launches the kernel of the memory, [R, B, G, N, D]. Aligned rows are read in whole chunks.
 void encode_memory_forward(const FASTATTN_ELEMENT*, const EncodeMemoryArguments& p, bool aligned,
                            uintptr_t stream) {
   if (p.D == 0) return;
@@ -49,6 +53,7 @@ void encode_memory_forward(const FASTATTN_ELEMENT*, const EncodeMemoryArguments&
   aligned ? forward<kN>(p, stream) : forward<1>(p, stream);
 }
 
+// Launches the kernels of the gradients.
 void encode_memory_backward(const FASTATTN_ELEMENT*, const EncodeMemoryArguments& p, bool aligned,
                             uintptr_t stream) {
   if (p.D == 0) return;

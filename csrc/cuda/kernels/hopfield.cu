@@ -7,6 +7,7 @@ namespace cuda {
 
 namespace {
 
+// One block for each query, or for all queries of a head that stop together.
 template <int kN>
 void run(HopsArguments p, uintptr_t stream) {
   using T = FASTATTN_ELEMENT;
@@ -18,6 +19,7 @@ void run(HopsArguments p, uintptr_t stream) {
 
 }  // namespace
 
+// Launches the search for the fixed point of every query.
 void hopfield_search(const FASTATTN_ELEMENT*, const HopsArguments& p, bool aligned,
                      uintptr_t stream) {
   if (p.B * p.Q == 0) return;

@@ -74,6 +74,7 @@ struct MaskProgram {
     return count == 1 ? 0 : static_cast<unsigned>(n) % static_cast<unsigned>(count);
   }
 
+  // The numbers of a leaf for this batch entry and head.
   FASTATTN_DEVICE const int32_t* data_of(const MaskStep& step) const {
     const int64_t row = repeated(b, step.batch);
     if (step.kind != MaskKind::blocks) return step.data + row * step.stride;
@@ -85,6 +86,7 @@ struct MaskProgram {
     return static_cast<uint32_t>((uint64_t(1) << clamp_int(n, 0, 32)) - 1);
   }
 
+  // Bit n: does query i see key j + n, by one leaf? Of `width` keys.
   FASTATTN_DEVICE uint32_t keys_of_leaf(int n, const MaskStep& step, int i, int j,
                                         int width) const {
     const int32_t* data = data_of(step);
@@ -215,6 +217,8 @@ struct MaskBits {
 // Enough blocks for any GPU; each reads the program.
 constexpr int kMaskThreads = 128, kMaskTilesOfBlock = kMaskThreads / 32, kMostMaskBlocks = 1024;
 
+// Reads a mask program into the table that all blocks of the call share. Its width is how many keys
+// a tile evaluates at once: the deepest stack of operands must fit in 64 bits.
 FASTATTN_DEVICE void read_program(const AttentionArguments& p, MaskTable& table) {
   MaskProgramReader reader(p.mask_words, p.mask_length, p, p.q_starts != nullptr);
   table.count = reader.read(table.steps, table.partial);

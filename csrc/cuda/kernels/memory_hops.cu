@@ -9,6 +9,8 @@ namespace {
 
 using T = FASTATTN_ELEMENT;
 
+// A query's hops run in one block, unless its memory is divided into splits: then each hop is read
+// by many blocks and merged.
 template <int kN>
 void forward(HopsArguments p, uintptr_t stream) {
   p.lanes = lanes_of_row<kN>(p.D);
@@ -26,6 +28,7 @@ void forward(HopsArguments p, uintptr_t stream) {
   }
 }
 
+// The same for the gradients of the queries.
 template <int kN>
 void backward(HopsArguments p, uintptr_t stream) {
   p.lanes = lanes_of_row<kN>(p.D);
@@ -94,6 +97,7 @@ void projection_gradient(const HopsArguments& p, uintptr_t stream) {
 
 }  // namespace
 
+// Launches the kernels of all hops.
 void memory_hops_forward(const FASTATTN_ELEMENT*, const HopsArguments& p, bool aligned,
                          uintptr_t stream) {
   if (p.B * p.Q == 0) return;
@@ -101,6 +105,7 @@ void memory_hops_forward(const FASTATTN_ELEMENT*, const HopsArguments& p, bool a
   aligned ? forward<kN>(p, stream) : forward<1>(p, stream);
 }
 
+// Launches the kernels of all gradients.
 void memory_hops_backward(const FASTATTN_ELEMENT*, const HopsArguments& p, bool aligned,
                           uintptr_t stream) {
   if (p.B * p.Q == 0) return;

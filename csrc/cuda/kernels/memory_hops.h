@@ -84,6 +84,7 @@ struct Hops {
   FASTATTN_DEVICE float* state(int n) const {  // [D], state n of the trace
     return static_cast<float*>(p.trace) + (query() * (2 * p.K + 1) + n) * p.D;
   }
+  // m and l of hop k.
   FASTATTN_DEVICE float* stats(int k) const {
     return static_cast<float*>(p.stats) + (query() * p.K + k) * 2;
   }
@@ -169,6 +170,7 @@ struct Hops {
     for (int n = 1; n < kHopWarps; ++n) sum += room[n];
     return sum;
   }
+  // The largest x of all threads; `room` [kHopWarps] is in shared memory.
   FASTATTN_DEVICE float most_of_block(float* room, float x) const {
     FASTATTN_UNROLL
     for (int n = 16; n > 0; n /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, n));
@@ -225,6 +227,7 @@ struct Hops {
     return which * all + query() * p.slots + k + (which == 1 && p.stack ? 1 : 0);
   }
 
+  // g = the gradient of the query's output, 0 if it has none.
   FASTATTN_DEVICE void read_gradient(float* g) const {
     const auto* given = static_cast<const Storage*>(p.grad_out.data) + b * p.grad_out.stride[0] +
                         q * p.grad_out.stride[1];
@@ -242,6 +245,7 @@ struct Hops {
     }
   }
 
+  // The gradient of the weight of row n in hop k, 0 if it has none.
   FASTATTN_DEVICE float weight_gradient(int k, int n) const {
     const int64_t* stride = p.grad_weights.stride;
     if (p.grad_weights.data == nullptr) return 0.0f;
@@ -301,6 +305,7 @@ struct HopRooms {
   }
 };
 
+// All hops of one query.
 template <class T, int kN>
 __global__ void __launch_bounds__(kHopThreads, 4)
     memory_hops_kernel(const __grid_constant__ HopsArguments p) {

@@ -19,6 +19,7 @@ struct Split {
         last(first + kHopRowsOfSplit < p.N ? first + kHopRowsOfSplit : static_cast<int>(p.N)) {}
 };
 
+// The partial result of a split: o [width], m and l.
 template <class T, int kN>
 FASTATTN_DEVICE float* partial_of(const Hops<T, kN>& hops, int split) {
   return hops.p.partial + (hops.query() * hops.p.splits + split) * (hops.width + 2);

@@ -10,6 +10,7 @@ namespace {
 
 using T = FASTATTN_ELEMENT;
 
+// Launches a kernel with enough lanes for each row.
 template <int kN>
 void run(const char* name, void (*kernel)(MergeStatesArguments), const MergeStatesParams& given,
          uintptr_t stream) {
@@ -24,12 +25,14 @@ void run(const char* name, void (*kernel)(MergeStatesArguments), const MergeStat
 
 }  // namespace
 
+// Launches the merge of two states. Aligned rows are read in whole chunks.
 void merge_states(const T*, const MergeStatesParams& p, bool aligned, uintptr_t stream) {
   constexpr int kN = kChunk<T>;
   aligned ? run<kN>("merge_states", merge_states_kernel<T, kN>, p, stream)
           : run<1>("merge_states", merge_states_kernel<T, 1>, p, stream);
 }
 
+// Launches the gradients of both states.
 void merge_states_backward(const T*, const MergeStatesParams& p, bool aligned, uintptr_t stream) {
   constexpr int kN = kChunk<T>;
   aligned ? run<kN>("merge_states_gradient", merge_states_gradient_kernel<T, kN>, p, stream)

@@ -76,6 +76,7 @@ struct StateRow {
     return {*of<Lse>(p.lse_a), *of<Lse>(p.lse_b)};
   }
 
+  // out = share_a out_a + share_b out_b, and its lse.
   template <class Lse>
   FASTATTN_DEVICE void merge() const {
     if (!exists) return;
@@ -93,6 +94,7 @@ struct StateRow {
     }
   }
 
+  // The gradients of both states, see the equations above.
   template <class Lse>
   FASTATTN_DEVICE void derive() const {
     const JointState<Lse> state = joint<Lse>();
@@ -122,6 +124,7 @@ struct StateRow {
   }
 };
 
+// The merged states, a few lanes for each row.
 template <class T, int kN>
 __global__ void __launch_bounds__(kStatesThreads)
     merge_states_kernel(const __grid_constant__ MergeStatesArguments p) {

@@ -11,6 +11,7 @@ inline int64_t rooms_bytes(int64_t width, int64_t rows) {  // the size of HopRoo
   return 4 * ((kHopWarps + 3) * w + 2 * n + 2 * kHopWarps);
 }
 
+// The launch of a kernel, with the sizes of the call for its error.
 inline Launch launch_of(const char* name, const HopsArguments& p, int64_t blocks, int64_t shared,
                         uintptr_t stream) {
   auto text = [](int64_t n) { return std::to_string(n); };

@@ -6,6 +6,7 @@
 namespace fastattn {
 namespace cuda {
 
+// Launches the product x y of matrices in parts, see product.h.
 template <class X, class Y, class C, bool kMarked>
 void run_product(const char* name, const ProductArguments& p, uintptr_t stream) {
   auto tiles = [](int64_t n) { return (n + kProductTile - 1) / kProductTile; };

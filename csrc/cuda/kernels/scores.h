@@ -126,6 +126,7 @@ struct Options {
     return s;
   }
 
+  // Whether the call has dropout.
   FASTATTN_DEVICE bool drops() const { return p.seed_address != nullptr; }
 
   // The factor of the weight of (i, j): 0, or the inverse of the share of kept weights. `words`
@@ -134,6 +135,7 @@ struct Options {
     return philox(static_cast<uint32_t>(i), static_cast<uint32_t>(j) / 8, static_cast<uint32_t>(h),
                   static_cast<uint32_t>(b), seed);
   }
+  // The factor of a kept weight, 0 of a dropped one.
   FASTATTN_DEVICE float kept(const Words& words, int j) const {
     return draw_of(words, j) < p.keep_below ? p.keep_scale : 0.0f;
   }

@@ -8,6 +8,7 @@ namespace cuda {
 
 namespace {
 
+// Launches the kernels of dQ, then of dK and dV, for one width of heads.
 template <class T, int kD, bool kGeneral>
 void run(const AttentionArguments& p, uintptr_t stream) {
   using Shape = BackwardQueriesShape<T, kD, kGeneral>;
@@ -25,6 +26,7 @@ void run(const AttentionArguments& p, uintptr_t stream) {
 
 }  // namespace
 
+// The backward pass. Calls without options have kernels of their own.
 void attention_backward(const FASTATTN_ELEMENT*, const AttentionArguments& p, uintptr_t stream) {
   using T = FASTATTN_ELEMENT;
   with_width(p, [&](auto width) {

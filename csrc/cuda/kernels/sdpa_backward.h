@@ -13,6 +13,7 @@ namespace cuda {
 // The rows and columns of a thread's accumulators.
 struct Place4 {
   int warp_row;
+  // The row and the column of accumulator (n, 2 r + e) of mma.m16n8, for this lane.
   FASTATTN_DEVICE int row(int r) const {
     return warp_row + 8 * r + (static_cast<int>(threadIdx.x) & 31) / 4;
   }
@@ -70,6 +71,7 @@ struct BackwardKeysShape : BackwardShape<T, kD> {
   static constexpr int kThreads = Base::kThreads * kColumnGroups;
 };
 
+// dQ of one block of queries: dQ += dS K over all blocks of keys.
 template <class T, int kD, bool kGeneral>
 __global__ void __launch_bounds__(BackwardQueriesShape<T, kD, kGeneral>::kThreads, 1)
     attention_backward_q_kernel(const __grid_constant__ AttentionArguments given) {

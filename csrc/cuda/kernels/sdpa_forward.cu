@@ -8,6 +8,7 @@ namespace cuda {
 
 namespace {
 
+// Launches the kernel for one width of heads.
 template <class T, int kD, bool kGeneral>
 void run(const AttentionArguments& p, uintptr_t stream) {
   using Shape = ForwardShape<T, kD, kGeneral>;
@@ -18,6 +19,7 @@ void run(const AttentionArguments& p, uintptr_t stream) {
 
 }  // namespace
 
+// The forward pass. Calls without options have a kernel of their own.
 void attention_forward(const FASTATTN_ELEMENT*, const AttentionArguments& p, uintptr_t stream) {
   using T = FASTATTN_ELEMENT;
   with_width(p, [&](auto width) {

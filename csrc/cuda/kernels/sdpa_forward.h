@@ -66,6 +66,7 @@ struct AttentionForward {
   float o[kRowTiles][kValueTiles * 4];  // O, not yet divided by the sum of the weights
   OnlineSoftmax softmax[kRowTiles];
 
+  // The row and the column of accumulator (n, 2 r + e) of mma.m16n8, for this lane.
   FASTATTN_DEVICE int row_of(int tile, int r) const {
     return warp_row + 16 * tile + 8 * r + (static_cast<int>(threadIdx.x) & 31) / 4;
   }
@@ -217,6 +218,7 @@ struct AttentionForward {
     }
   }
 
+  // Hides the pairs that the mask program excludes, in row tile t.
   FASTATTN_DEVICE void apply_program(int t) {
     FASTATTN_UNROLL
     for (int r = 0; r < 2; ++r) FASTATTN_UNROLL
@@ -242,6 +244,7 @@ struct AttentionForward {
     __syncthreads();
   }
 
+  // Applies dropout to the weights of row tile t.
   FASTATTN_DEVICE void drop(int t, int j0) {
     const Options options(p, b, h);
     if (!options.drops()) return;
@@ -291,6 +294,7 @@ struct AttentionForward {
   }
 };
 
+// out and lse of one block of queries.
 template <class T, int kD, bool kGeneral>
 __global__ void __launch_bounds__(ForwardShape<T, kD, kGeneral>::kThreads, 1)
     attention_forward_kernel(const __grid_constant__ AttentionArguments given) {

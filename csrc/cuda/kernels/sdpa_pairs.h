@@ -37,6 +37,7 @@ struct alignas(16) RowStats {
   float hi, lo, delta, rest;
 };
 
+// The stats of a query; past the last query its weights are 0.
 FASTATTN_DEVICE RowStats stats_of(const AttentionArguments& p, int b, int h, int i) {
   if (i >= p.Lq) return {float_of_bits(0x7f800000u), 0.0f, 0.0f, 0.0f};
   const float* row = p.row_stats + stats_row(p, b, h, i) * 4;
@@ -58,6 +59,7 @@ FASTATTN_DEVICE float weight_gradient(const AttentionArguments& p, int b, int h,
   return p.weights == Weights::averaged ? g / static_cast<float>(p.Hq) : g;
 }
 
+// Element n of a tensor, as a float.
 template <class T>
 FASTATTN_DEVICE float element_at(const void* data, int64_t n) {
   return T::widen(static_cast<const typename T::Storage*>(data)[n]);

@@ -10,12 +10,14 @@ namespace cuda {
 
 constexpr int kRowsThreads = 128;
 
+// The sum over all lanes of a warp, in every lane.
 FASTATTN_DEVICE float sum_of_warp(float x) {
   FASTATTN_UNROLL
   for (int n = 16; n > 0; n /= 2) x += __shfl_xor_sync(0xffffffffu, x, n);
   return x;
 }
 
+// The largest x of a warp, in every lane.
 FASTATTN_DEVICE float max_of_warp(float x) {
   FASTATTN_UNROLL
   for (int n = 16; n > 0; n /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, n));

@@ -6,6 +6,7 @@
 namespace fastattn {
 namespace cuda {
 
+// Launches the evaluation of a mask program for each tile of pairs.
 void attention_mask(const FASTATTN_ELEMENT*, const AttentionArguments& p, uintptr_t stream) {
   const int64_t tiles = mask_rows_of(p.q_starts != nullptr, p.B, p.Hq, p.Lq) * p.mask_columns;
   // At least one, which writes the steps.
@@ -14,6 +15,7 @@ void attention_mask(const FASTATTN_ELEMENT*, const AttentionArguments& p, uintpt
          attention_mask_kernel<FASTATTN_ELEMENT>, p);
 }
 
+// Launches the kernel that prepares the stats of all rows, one warp for each.
 void attention_rows(const FASTATTN_ELEMENT*, const AttentionArguments& p, uintptr_t stream) {
   launch({"attention_rows", blocks_of(rows_of(p), kRowsThreads / 32), kRowsThreads, 0, stream,
           shapes(p)},
@@ -22,6 +24,7 @@ void attention_rows(const FASTATTN_ELEMENT*, const AttentionArguments& p, uintpt
          p);
 }
 
+// Launches the kernel that writes a value for each pair: weights, or gradients of a bias.
 void attention_pairs(const FASTATTN_ELEMENT*, const PairsArguments& p, uintptr_t stream) {
   with_width(p, [&](auto width) {
     using Shape = BackwardShape<FASTATTN_ELEMENT, decltype(width)::value>;
@@ -38,6 +41,7 @@ void attention_pairs(const FASTATTN_ELEMENT*, const PairsArguments& p, uintptr_t
   });
 }
 
+// Launches the sums of a relative bias over all pairs with the same distance.
 void attention_table(const FASTATTN_ELEMENT*, const PairsArguments& p, uintptr_t stream) {
   launch({"attention_table", blocks_of(p.Hq * p.relative_bias_size, kTableThreads), kTableThreads,
           0, stream, shapes(p)},

@@ -11,6 +11,7 @@ namespace {
 // Batch rows per thread; fewer where there would otherwise be too few blocks for a whole GPU.
 constexpr int64_t kGroupRows = 8, kManyBlocks = 1024;
 
+// Launches the kernel with kN columns for each thread.
 template <int kN>
 void run(const SinusoidalParams& given, uintptr_t stream) {
   using T = FASTATTN_ELEMENT;
@@ -36,6 +37,7 @@ void run(const SinusoidalParams& given, uintptr_t stream) {
 
 }  // namespace
 
+// Launches out = scale x + PE. Aligned rows are read in whole chunks.
 void sinusoidal(const FASTATTN_ELEMENT*, const SinusoidalParams& p, bool aligned,
                 uintptr_t stream) {
   if (p.B * p.H * p.L * p.D == 0) return;

@@ -13,6 +13,7 @@ FASTATTN_DEVICE float max_of_row(float x) {
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
+// The sum over the four lanes that share a row.
 FASTATTN_DEVICE float sum_of_row(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
@@ -36,6 +37,7 @@ FASTATTN_DEVICE void exchange_in_fours(uint32_t (&x)[4], int lane) {
 struct RowTotal {
   double most;
   float sum, factor;
+  // log(sum_j e^s_j), in double, whose rounding the backward pass does not see.
   FASTATTN_DEVICE double lse() const { return most + log(static_cast<double>(sum)); }
 };
 
@@ -55,6 +57,7 @@ struct OnlineSoftmax {
   float m[2];  // the maximum score so far
   float l[2];  // the sum of exp(s - m) over this thread's columns
 
+  // The state of no keys.
   FASTATTN_DEVICE void init() {
     m[0] = m[1] = minus_infinity();
     l[0] = l[1] = 0.0f;
@@ -89,6 +92,7 @@ struct OnlineSoftmax {
     }
   }
 
+  // Sums l over the four lanes that share a row.
   FASTATTN_DEVICE void finish() {
     l[0] = sum_of_row(l[0]);
     l[1] = sum_of_row(l[1]);
@@ -120,6 +124,7 @@ FASTATTN_DEVICE double exponents_per_score(float unit) {
 struct ScaledSoftmax : OnlineSoftmax {
   static constexpr float kRounded = 1 << 24, kExact = kRounded + 512;
 
+  // Whether a maximum is so large that its low word matters.
   static FASTATTN_DEVICE bool has_low(float m) {
     return fabsf(m) >= kExact && m != minus_infinity();
   }

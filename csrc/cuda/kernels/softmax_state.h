@@ -12,6 +12,7 @@ FASTATTN_DEVICE float shrink_to(float m, float most) {
   if (m == minus_infinity()) return 0.0f;
   return m == most ? 1.0f : exp2_approx((m - most) * kLog2e);
 }
+// e^(m - most): the factor of a partial result with the maximum m.
 FASTATTN_DEVICE double shrink_to(double m, double most) {
   if (m == minus_infinity()) return 0.0;
   return m == most ? 1.0 : exp(m - most);

@@ -30,6 +30,7 @@ struct Tile {
 
   Storage* data;  // [kRows, kColumns], swizzled
 
+  // Chunk c of a row. Chunks are permuted, so that a column of them is in different banks.
   FASTATTN_DEVICE Storage* chunk(int row, int c) const {
     return data + row * kColumns + (c ^ (row & 7)) * kChunk;
   }

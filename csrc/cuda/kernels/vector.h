@@ -9,6 +9,7 @@ namespace cuda {
 template <class T>
 constexpr int kChunk = 16 / static_cast<int>(sizeof(typename T::Storage));
 
+// A float as an element of type T.
 template <class T>
 FASTATTN_DEVICE typename T::Storage narrow(float x) {
   if constexpr (sizeof(typename T::Storage) == 2)
@@ -26,6 +27,7 @@ struct Elements {
     Storage x[kN];
   } stored;
 
+  // Loads and stores aligned elements as one word.
   static FASTATTN_DEVICE Elements load(const Storage* from) {
     return {*reinterpret_cast<const Stored*>(from)};
   }

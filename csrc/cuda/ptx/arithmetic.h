@@ -30,6 +30,7 @@ FASTATTN_DEVICE uint32_t pack_bf16(float low, float high) {
   return r;
 }
 
+// Two floats, rounded to fp16.
 FASTATTN_DEVICE uint32_t pack_f16(float low, float high) {
   uint32_t r;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
@@ -40,6 +41,7 @@ FASTATTN_DEVICE float float_of_bf16(uint16_t x) {
   return __uint_as_float(static_cast<uint32_t>(x) << 16);
 }
 
+// An fp16 as a float.
 FASTATTN_DEVICE float float_of_f16(uint16_t x) {
   float y;
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));

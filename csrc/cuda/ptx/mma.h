@@ -13,6 +13,7 @@
 namespace fastattn {
 namespace cuda {
 
+// d += a b with a [16, 16] and b [16, 8] of bf16.
 FASTATTN_DEVICE void mma_bf16_m16n8k16(float* d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -21,6 +22,7 @@ FASTATTN_DEVICE void mma_bf16_m16n8k16(float* d, const uint32_t (&a)[4], uint32_
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// d += a b with a [16, 16] and b [16, 8] of fp16.
 FASTATTN_DEVICE void mma_f16_m16n8k16(float* d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
@@ -29,6 +31,7 @@ FASTATTN_DEVICE void mma_f16_m16n8k16(float* d, const uint32_t (&a)[4], uint32_t
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// d += a b with a [16, 8] and b [8, 8] of tf32.
 FASTATTN_DEVICE void mma_tf32_m16n8k8(float* d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "

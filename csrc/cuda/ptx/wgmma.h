@@ -24,6 +24,7 @@ struct MatrixDescriptor {
   uint64_t bits;
 };
 
+// The descriptor of a swizzled matrix; `leading` and `stride` are bytes between groups of rows.
 FASTATTN_DEVICE MatrixDescriptor describe_matrix(uint32_t shared_address, int leading, int stride) {
   constexpr uint64_t kSwizzle128 = uint64_t(1) << 62;
   return {(shared_address & 0x3FFFF) >> 4 | static_cast<uint64_t>(leading >> 4) << 16 |

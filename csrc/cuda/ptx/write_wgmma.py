@@ -26,6 +26,7 @@ def lines(prefix: str, items: list[str], suffix: str) -> str:
 
 
 def quoted(items: list[str], before: str, after: str) -> str:
+    """A list of items as C string literals, wrapped."""
     rows, row = [], before
     for n, item in enumerate(items):
         word = item + ("" if n == len(items) - 1 else ", ")
@@ -38,6 +39,7 @@ def quoted(items: list[str], before: str, after: str) -> str:
 
 
 def instruction(element: str, n: int, transposed: bool, in_registers: bool) -> str:
+    """One wgmma instruction as inline assembler."""
     count = n // 2
     outputs = [f"%{i}" for i in range(count)]
     a = [f"%{count + i}" for i in range(4)] if in_registers else [f"%{count}"]
@@ -65,6 +67,7 @@ def instruction(element: str, n: int, transposed: bool, in_registers: bool) -> s
 
 
 def main() -> None:
+    """Print all instructions."""
     print("// Written by write_wgmma.py. Included by wgmma.h, within its namespace.")
     print("// clang-format off")
     for name, element in TYPES.items():

@@ -55,8 +55,8 @@ def gemm_of(product: str, dtype: torch.dtype, rows: int, work: int) -> str:
     if work < max(gemm.least if product == "y" else gemm.least_grad, 1):
         return "torch"
     if product == "y" and rows <= gemm.few:
-        enough = gemm.one_from if rows == 1 else rows * gemm.few_from
-        is_ours = work >= enough and (rows == 1 or rows >= gemm.fewest)
+        enough = gemm.min_one_row_weight if rows == 1 else rows * gemm.min_few_rows_weight
+        is_ours = work >= enough and (rows == 1 or rows >= gemm.min_few_rows)
         return "ours" if is_ours else "torch"
     if product == "y" and work <= gemm.ours_up_to:
         return "ours"

@@ -19,7 +19,7 @@ def gradients(
     needed: Iterable[int],
     grads: Sequence[Tensor | None],
 ) -> Any:
-    """Return a gradient for each argument of ``forward``, None for an argument not in ``wanted``.
+    """Return the gradient of each argument of ``forward``, None unless its index is ``needed``.
 
     ``grads`` are the gradients of the results, None for a result without a gradient.
     """
@@ -47,17 +47,20 @@ def gradients(
 def backward_of(
     forward: Callable[..., Any], *, results: str, takes: str, gives: str
 ) -> Callable[..., tuple[Tensor | None, ...]]:
-    """The backward function of a definition, by names: the gradients of the tensors ``gives``.
+    """Make the backward function of a definition.
 
-    It ``takes`` the gradients of ``results``, ``grad_<result>``, each of which may be None, and the
-    tensors of ``forward``. What ``forward`` returned is among them for the kernels; here it is
-    computed again. A gradient is None if its tensor is, or if the options do not want it.
+    All three arguments are lists of names: ``results`` of ``forward``; the tensors that the
+    backward function ``takes``, in order; and the tensors whose gradients it ``gives``. It takes
+    ``grad_<result>`` for each result, which may be None, and the tensors of ``forward``. Results of
+    ``forward`` among them are for the kernels: here they are computed again. A gradient is None if
+    its tensor is, or if the options do not need it.
     """
     names = takes.split()
     of_forward = [p.name for p in _parameters(forward) if p.kind is not p.KEYWORD_ONLY]
     places = {n: of_forward.index(name) for n, name in enumerate(gives.split())}
 
     def backward(*tensors: Tensor | None, options: Any) -> tuple[Tensor | None, ...]:
+        """The gradients of ``gives``, from the tensors ``takes``."""
         named = dict(zip(names, tensors))  # noqa: B905  (optional ones at the end may be left out)
         grads = gradients(
             functools.partial(forward, options=options),

@@ -52,6 +52,7 @@ def memory_hop_attention(
 
 
 def _phi(name: str, x: Array) -> Array:
+    """The activation of a state."""
     if name == "relu":
         return np.maximum(x, 0)
     if name == "tanh":

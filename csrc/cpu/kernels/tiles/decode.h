@@ -1,7 +1,7 @@
 // Attention for a few queries over many keys (decoding) on tiles, where many query rows share a key
 // head: groups of heads, one key head for all, or heads on one latent head.
 //
-// The rows of a key head, those of all its query heads, are stacked: they are the queries of panels
+// The query rows of all heads that share a key head are stacked: they are the queries of panels
 // as in the forward pass, with positions and slopes of their own. As on vectors (../decode.h), the
 // keys are split into chunks of fixed length that run in parallel and are merged in order. So the
 // bits depend on neither the batch nor the threads.
@@ -74,6 +74,7 @@ class TileDecode {
 
   // Of a panel: o [channels][queries], m [queries], l [queries].
   int64_t panel_size() const { return (channels + 2) * kQueries; }
+  // Where m and l are in a state, behind o [channels][kQueries].
   int64_t maxima() const { return channels * kQueries; }
   int64_t sums() const { return (channels + 1) * kQueries; }
 
@@ -81,13 +82,14 @@ class TileDecode {
   struct Row {
     int64_t h, i;
   };
+  // The query head and the query of stacked row r.
   Row row_of(int64_t head, int64_t r) const { return {head % p.Hkv * group + r / p.Lq, r % p.Lq}; }
 
   struct Buffers {
     Storage* q;          // [rows][D]
     Storage* out;        // [rows][Dv]
     double* lse;         // [rows]
-    float* total;        // a state: that of each panel
+    float* total;        // the state of each panel
     float* chunk_state;  // a state
     void* products;      // of the products
     size_t bytes;        // without these

@@ -1,6 +1,5 @@
-// Squares of 32 rows of a tensor as operands of products of tiles, in every role that the backward
-// pass has for them besides those of the forward pass: left or right (pack.h), reduced over the
-// channels or over the rows.
+// Squares of 32 rows of a tensor as operands of products of tiles, for the backward pass: left or
+// right, reduced over the channels or over the rows. pack.h has the roles of the forward pass.
 //
 // A product pairs neighbours of the reduced index. Channels are reduced in their own order. Where
 // the 32 rows are reduced, row r is beside row r + 16, the order in which split_pairs joins two

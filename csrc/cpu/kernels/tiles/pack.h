@@ -63,6 +63,7 @@ struct RowsOfTile {
       return load_channels<Format>(data + r * row_stride, col_stride, d * kStep, channels, parts);
     FASTATTN_UNROLL for (__m512i& part : parts) part = _mm512_setzero_si512();
   }
+  // Element c of row r.
   FASTATTN_INLINE float at(int64_t r, int64_t c) const {
     return widen(data[r * row_stride + c * col_stride]);
   }
@@ -77,7 +78,7 @@ FASTATTN_INLINE RowsOfTile<P> rows_of(const Tensor4& x, int64_t b, int64_t h, in
   return {data, st[2], st[3], channels, first_bits(end - begin)};
 }
 
-// The rows that products of tiles would get wrong, as bits. In 16 bits they are those with NaN or
+// The rows that products of tiles would get wrong, as bits. In 16 bits they are rows with NaN or
 // inf, of which a product with zero is NaN. A float may also be too large for a sum of products, or
 // so small that its lower parts, or their products, are subnormal, which tiles flush to zero. What
 // a row contributes then is within a rounding of what its largest element does.

@@ -38,7 +38,7 @@ FASTATTN_INLINE __m512i pair_upper(VecF a, VecF b) {
   const __m512i order = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
   return _mm512_mask_shuffle_epi8((__m512i)b, 0x3333333333333333ull, (__m512i)a, order);
 }
-// The upper halves of a, then those of b.
+// The upper halves of a, then the upper halves of b.
 FASTATTN_INLINE __m512i join_upper(VecF a, VecF b) {
   alignas(64) static constexpr uint16_t kUpper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21,
                                                       23, 25, 27, 29, 31, 33, 35, 37, 39, 41, 43,
@@ -48,8 +48,9 @@ FASTATTN_INLINE __m512i join_upper(VecF a, VecF b) {
 
 // The upper half of the result is x rounded to nearest, ties away from zero. Integer instructions,
 // because beside a product of tiles only one port adds floats. A NaN must have the low half 0, as
-// those of bf16 do, or the addition carries into its sign.
+// in a bf16, or the addition carries into its sign.
 FASTATTN_INLINE VecF rounded_above(VecF x) { return (VecF)((VecI)x + 0x8000); }
+// x without its upper half: the remainder of the part that the upper half is.
 FASTATTN_INLINE VecF without_upper(VecF x) {
   return x - (VecF)((VecI)x & static_cast<int32_t>(0xffff0000));
 }
@@ -74,20 +75,24 @@ struct AsBf16 {
   typedef Bf16 Number;
   static constexpr int kParts = kPartsT;
   static constexpr bool kNarrow = false;
+  // The parts of two vectors, element n of a beside element n of b.
   static FASTATTN_INLINE void split_pairs(VecF a, VecF b, __m512i (&parts)[kParts]) {
     split(a, b, parts,
           [](VecF x, VecF y) __attribute__((always_inline)) { return pair_upper(x, y); });
   }
+  // The parts of two vectors, first all of a, then all of b.
   static FASTATTN_INLINE void split_joined(VecF a, VecF b, __m512i (&parts)[kParts]) {
     split(a, b, parts,
           [](VecF x, VecF y) __attribute__((always_inline)) { return join_upper(x, y); });
   }
+  // The sum of all parts of an element, the smallest first.
   static FASTATTN_INLINE float sum(const Element* at, int64_t step) {
     float sum = widen(Bf16{at[(kParts - 1) * step]});
     FASTATTN_UNROLL for (int part = kParts - 2; part >= 0; --part) sum +=
         widen(Bf16{at[part * step]});
     return sum;
   }
+  // Tile C += tile A x tile B.
   template <int C, int A, int B>
   static FASTATTN_INLINE void multiply() {
     Tiles::multiply_bf16<C, A, B>();
@@ -97,11 +102,13 @@ struct AsF16 {
   typedef F16 Number;
   static constexpr int kParts = 1;
   static constexpr bool kNarrow = true;  // from 2^16 on there is inf, and below 2^-14 fewer bits
+  // The even and odd elements as pairs of fp16: fp16 has a single part.
   static FASTATTN_INLINE void split_pairs(VecF a, VecF b, __m512i (&parts)[1]) {
     parts[0] = _mm512_or_si512(_mm512_cvtepu16_epi32(halves(a)),
                                _mm512_slli_epi32(_mm512_cvtepu16_epi32(halves(b)), 16));
   }
   static FASTATTN_INLINE float sum(const Element* at, int64_t) { return widen(F16{*at}); }
+  // Tile C += tile A x tile B.
   template <int C, int A, int B>
   static FASTATTN_INLINE void multiply() {
     Tiles::multiply_f16<C, A, B>();
@@ -113,7 +120,7 @@ struct AsF16 {
   }
 };
 
-// What runs on tiles. `Format` is that of Q, K, V, dO and the weights. The gradients of the scores
+// What runs on tiles. `Format` holds Q, K, V, dO and the weights. The gradients of the scores
 // may be as large as a product of dO and V, too large for fp16. They, and Q and K where they meet
 // them, have `GradFormat`: two parts of bf16 have the bits of an fp16 and the range of a float.
 // `OnVectors` runs what has no kernel on tiles.

@@ -10,6 +10,7 @@ namespace {
 
 template <class P>
 struct TileUnits {
+  // Calls use(unit): on tiles, one unit serves all sequences.
   template <class Use>
   static auto with(const Sequence& s, Use use) {
     return use(TileBackwardUnit<P>(s));

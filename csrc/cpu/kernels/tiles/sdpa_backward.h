@@ -13,7 +13,7 @@
 //
 // In fp32 each operand is two or three parts (parts.h), W and dS too, and a square of a product is
 // one for each product of parts. Rows that parts do not represent are zero there, and what they
-// contribute is computed pair by pair. In fp16 the sums of dS are those of two parts of bf16.
+// contribute is computed pair by pair. In fp16, dS is summed as two parts of bf16.
 #pragma once
 #include "operands.h"
 #include "sdpa_gradients.h"
@@ -41,8 +41,8 @@ class TileBackwardUnit {
   static constexpr int kKeysOfBlock = Gradients::kKeysOfBlock;
   static constexpr int kQueriesOfBlock = Gradients::kQueriesOfBlock;
 
-  // A chunk packs all queries of its head group, so that few heads make many tasks. At 1024 keys
-  // this is some 2 % of its instructions.
+  // A chunk packs all queries of its head group, so that few heads make many tasks. With 1024
+  // keys, the packing is a small part of its work.
   static constexpr int64_t kChunkKeys = 1024, kMostChunks = 8;
   // Queries of a panel times channels: its packed operands and dQ are then 0.75 MiB.
   static constexpr int64_t kPanelElements = (1 << 16) / kMostParts;
@@ -142,6 +142,7 @@ class TileBackwardUnit {
     write_rows(f.all_dv, dvp, p.Dv, 1 / gradients.weight_scale, p.grad_v, b, hk, keys);
   }
 
+  // Writes dQ, and the gradient of a relative bias, of query head g of a key head.
   void write_dq(int64_t head, int64_t g, const T* dq) const {
     const int64_t b = head / p.Hkv, h = head % p.Hkv * (p.Hq / p.Hkv) + g;
     write_query_gradients<P>(p, b, h, dq, dp);
@@ -154,7 +155,7 @@ class TileBackwardUnit {
   const bool excludes;  // some pairs may be excluded
   const Gradients gradients;
 
-  // The sums of the gradient of a relative bias, behind those of dQ.
+  // The sums of the gradient of a relative bias, behind the sums of dQ.
   template <class Sum>
   Sum* relative_of(Sum* dq) const {
     return dq + round_up(p.Lq, kSide) * dp;
@@ -201,7 +202,7 @@ class TileBackwardUnit {
     return keys.begin >= keys.end;
   }
 
-  // Adds dK and dV to those before, in fp32.
+  // Adds dK and dV to their sums over the queries before, in fp32.
   void add_up(Buffers& f, Range keys) const {
     if (kParts == 1) return;
     const int64_t padded = round_up(keys.end - keys.begin, kSide);
@@ -261,8 +262,8 @@ class TileBackwardUnit {
     return direct;
   }
 
-  // Packs the keys and values of a block. True if k_t has some keys as zeros: in 16 bits those that
-  // are not finite, where some pairs are excluded. In fp32 k and v have them as zeros too.
+  // Packs the keys and values of a block. True if k_t has some keys as zeros: in 16 bits, where
+  // some pairs are excluded, keys that are not finite. In fp32, k and v have these as zeros too.
   bool pack_keys(Buffers& f, const Block& x) const {
     bool apart = false;
     for (int row = 0; row < kRows; ++row) {
@@ -279,10 +280,12 @@ class TileBackwardUnit {
     }
     return apart;
   }
+  // The rows of K or V in one row of squares.
   RowsOfTile<P> keys_of(const Tensor4& from, const Block& x, int64_t row, int64_t channels) const {
     const Range r = x.keys(row);
     return rows_of<P>(from, x.b, x.hk, r.begin, r.end, channels);
   }
+  // The rows of Q or dO in one column of squares.
   RowsOfTile<P> queries_of(const Tensor4& from, const Block& x, int64_t column,
                            int64_t channels) const {
     return rows_of<P>(from, x.b, x.h, x.i0 + kSide * column, x.end_of(column), channels);
@@ -376,7 +379,7 @@ class TileBackwardUnit {
         if (!x.has(row, column)) continue;
         Square& s = f.square[done % 2];
         s.row = row, s.column = column;
-        if (!gradients.look(f.gradients, x, s)) {
+        if (!gradients.choose_method(f.gradients, x, s)) {
           gradients.clear(f.gradients, row, column);
           continue;
         }
@@ -415,6 +418,7 @@ class TileBackwardUnit {
              queries_of(p.grad_out, x, s.column, p.Dv), s.dp);
   }
 
+  // The weights and dS of a square; rows that tiles cannot hold are multiplied apart first.
   void weigh(Buffers& f, const Block& x, Square& s) const {
     if constexpr (kParts > 1) multiply_apart(f, x, s);
     gradients.weigh(f.gradients, x, s);

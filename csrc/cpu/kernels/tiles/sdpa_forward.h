@@ -68,6 +68,7 @@ class TileForward {
     const int64_t count = max_of<int64_t>(1, min_of(target, all / kLeastPanels));
     return max_of<int64_t>(1, (all + count - 1) / count);
   }
+  // Tasks of a key head.
   int64_t chunks() const { return (group * panels + share - 1) / share; }
   // Panels that are computed together: one, if all keys are one piece.
   int64_t together() const {
@@ -76,6 +77,7 @@ class TileForward {
 
   // Panel n of a key head.
   int64_t head_of(const Task& task, int64_t n) const { return task.hk * group + n / panels; }
+  // The first query of panel n.
   int64_t first_of(int64_t n) const { return n % panels * kQueries; }
 
   // The blocks that some panels of a task see.

@@ -43,13 +43,15 @@ class TileGradients {
         plain(!rule.natural && params.dropout_p == 0 && params.grad_weights.data == nullptr),
         gradients(params, false) {}
 
-  enum class Way { direct, masked, options };
+  // How the weights of a square are computed: all pairs as 2^(exponent S - lse), the visible pairs
+  // as that, or pair by pair with all options.
+  enum class Method { direct, masked, options };
   struct Square {
     alignas(64) T s[kSquare], dp[kSquare];  // [key][query]
     alignas(64) T bias[kSquare];            // [key][query]
     bool biased;                            // some pairs have a bias, or are excluded by one
-    uint32_t seen[kSide];                   // per key, the queries that see it, as bits
-    Way way;
+    uint32_t visible[kSide];                // per key, the queries that see it, as bits
+    Method method;
     int row, column;
   };
 
@@ -60,9 +62,10 @@ class TileGradients {
     int64_t i0, i1, first;  // its queries, and the first of them within the panel
     bool direct;            // weights are 2^(exponent S - lse)
     bool keys_apart;        // k_t has some keys as zeros
-    Range columns[kRows];   // per row of squares, those of queries that may see its keys
+    Range columns[kRows];   // per row of squares, the columns whose queries may see its keys
     T *dk, *dv, *dq;
 
+    // The keys of a row of squares, and the end of the queries of a column.
     Range keys(int64_t row) const {
       return {min_of(j1, j0 + kSide * row), min_of(j1, j0 + kSide * (row + 1))};
     }
@@ -104,8 +107,8 @@ class TileGradients {
     return (2 * column * kRows + row) * kTiles<GradFormat>;
   }
 
-  // Takes what is known of queries [i0, i1) of a head. True if all their weights are
-  // 2^(exponent S - lse).
+  // Reads the row scales and delta of queries [i0, i1) of a head; rows past the end get weight 0.
+  // True if the weights of all queries are 2^(exponent S - lse).
   bool take_rows(Buffers& f, int64_t b, int64_t h, int64_t i0, int64_t i1,
                  const PreparedRows<T>& prepared) const {
     const int64_t row = (b * p.Hq + h) * p.Lq;
@@ -138,6 +141,7 @@ class TileGradients {
     read_mask_row(p, b, h, 0, 0, p.Lk, f.keys);
     return trim(f.keys, keys);
   }
+  // Whether the key mask excludes all keys of a range.
   bool excludes(const Buffers& f, Range keys) const {
     return key_mask && all_excluded(f.keys + keys.begin, keys.end - keys.begin);
   }
@@ -152,8 +156,8 @@ class TileGradients {
     }
   }
 
-  // Chooses how to weigh a square. False if the mask excludes all its pairs.
-  bool look(Buffers& f, const Block& x, Square& s) const {
+  // Chooses the method of a square, and its visible pairs. False if the mask excludes all of them.
+  bool choose_method(Buffers& f, const Block& x, Square& s) const {
     const Range keys = x.keys(s.row);
     const int64_t i = x.i0 + kSide * s.column, end = x.end_of(s.column);
     const int64_t nk = keys.end - keys.begin;
@@ -162,29 +166,29 @@ class TileGradients {
       pairs = pack_bias(p, x.b, x.h, i, end, keys.begin, keys.end, kSide, s.bias);
     if (pairs == Coverage::none || excludes(f, keys)) return false;
     s.biased = pairs == Coverage::some;
-    s.way = Way::options;
+    s.method = Method::options;
     if (!x.direct) return true;
     const Range all = visible_to_all(p, i, end);
     const bool edge = nk < kSide || end - i < kSide || keys.begin < all.begin || keys.end > all.end;
-    s.way = edge || key_mask || s.biased ? Way::masked : Way::direct;
-    if (s.way == Way::direct) return true;
+    s.method = edge || key_mask || s.biased ? Method::masked : Method::direct;
+    if (s.method == Method::direct) return true;
     uint32_t any = 0;
     for (int64_t r = 0; r < kSide; ++r) {
       const int64_t j = keys.begin + r;
-      s.seen[r] = 0;
+      s.visible[r] = 0;
       if (r >= nk || (key_mask && f.keys[j] == -kInf<T>)) continue;
       const Range seeing = seeing_any(p, j, j + 1);
-      s.seen[r] = first_bits(min_of(end, seeing.end) - i) & ~first_bits(seeing.begin - i);
-      if (s.biased) s.seen[r] &= not_excluded(s.bias + r * kSide);
-      any |= s.seen[r];
+      s.visible[r] = first_bits(min_of(end, seeing.end) - i) & ~first_bits(seeing.begin - i);
+      if (s.biased) s.visible[r] &= not_excluded(s.bias + r * kSide);
+      any |= s.visible[r];
     }
     return any != 0;
   }
 
   // From S and dP of a square to its tiles of W and dS.
   void weigh(Buffers& f, const Block& x, Square& s) const {
-    if (s.way == Way::direct) return weigh_directly<false>(f, x, s);
-    if (s.way == Way::masked) return weigh_directly<true>(f, x, s);
+    if (s.method == Method::direct) return weigh_directly<false>(f, x, s);
+    if (s.method == Method::masked) return weigh_directly<true>(f, x, s);
     const Range keys = x.keys(s.row);
     const int64_t nk = keys.end - keys.begin, n = x.first + kSide * s.column;
     Bias<T> bias;
@@ -198,10 +202,10 @@ class TileGradients {
       store(s.dp + at, VecF{});
     }
     // A lane past the last query may be NaN where K is not finite, and the sums are over all lanes.
-    const T there = static_cast<T>(x.end_of(s.column) - (x.i0 + kSide * s.column));
+    const T queries = static_cast<T>(x.end_of(s.column) - (x.i0 + kSide * s.column));
     const auto quiet = [&](const T* from,
                            int c) __attribute__((always_inline)) {  // see rounded_above
-      const VecF v = select<T>(iota<T>() + T(16 * c) < there, load(from), VecF{});
+      const VecF v = select<T>(iota<T>() + T(16 * c) < queries, load(from), VecF{});
       return select<T>(v == v, v, splat<T>(__builtin_nanf("")));
     };
     const Operands to = operands_of(f, s.row, s.column);
@@ -221,7 +225,7 @@ class TileGradients {
   const bool key_mask, plain;
   const ScoreGradients<P, kPanelVectors, false> gradients;
 
-  // The largest weight, that of a kept pair alone, is stored below 2^15.
+  // The largest weight, of a row with a single kept pair, is stored below 2^15.
   static T scale_of_weights(const Sequence& p) {
     int exponent;
     __builtin_frexp(make_dropout(p).factor, &exponent);
@@ -254,9 +258,9 @@ class TileGradients {
         w[r][c] = exp2_any<P::kCoarseExp>((load(s.s + at) - high[c]) * exponent + minus_lse[c]);
         ds[r][c] = w[r][c] * (load(s.dp + at) - delta[c]);
         if constexpr (kMasked) {  // an excluded value may be NaN, and 0 * NaN must not pass
-          const __mmask16 seen = static_cast<__mmask16>(s.seen[16 * r + i] >> 16 * c);
-          w[r][c] = (VecF)_mm512_maskz_mov_ps(seen, (__m512)w[r][c]);
-          ds[r][c] = (VecF)_mm512_maskz_mov_ps(seen, (__m512)ds[r][c]);
+          const __mmask16 visible = static_cast<__mmask16>(s.visible[16 * r + i] >> 16 * c);
+          w[r][c] = (VecF)_mm512_maskz_mov_ps(visible, (__m512)w[r][c]);
+          ds[r][c] = (VecF)_mm512_maskz_mov_ps(visible, (__m512)ds[r][c]);
         }
       }
       keep(to, i, w, ds);

@@ -23,8 +23,8 @@ class TileProducts {
   static constexpr int kParts = Format::kParts;
   static constexpr int W = Rows::W, kVectors = Rows::kVectors;
   static constexpr int64_t kQueries = Rows::kQueries;
-  // Keys and values that all panels of a task read stay in half of the L2 cache of such processors.
-  // With more, 8192 keys of 128 channels took 1.6 times as long.
+  // Bytes of keys and values that all panels of a task read, one piece after the other: half of the
+  // L2 cache of processors with tiles, so that a piece is read from memory only once.
   static constexpr int64_t kPieceBytes = 1 << 20;
   // In fp32, blocks whose outputs are summed before they are added to the others: each adds as many
   // roundings as there are products of parts.
@@ -128,6 +128,7 @@ class TileProducts {
   int64_t key_elements() const { return kBlockKeys * steps * kStep * kParts; }  // of a packed block
   int64_t value_elements() const { return kBlockKeys * steps_v * kStep * kParts; }
 
+  // Squares of one block: for the scores, and for the outputs.
   int64_t score_squares() const { return 2 * steps * Products::count; }
   int64_t output_squares() const { return 2 * steps_v * Products::count; }
   // Both kinds read their packed tiles one after the other.
@@ -205,20 +206,24 @@ class TileProducts {
       pack_values<Format>(v, steps_v, task.buf.values + n * value_elements());
     }
   }
+  // Packs the queries of a panel. In fp32, rows that do not split into parts are kept apart.
   void pack_panel_of(Task& task, Panel& panel) const {
     RowsOfTile<P> q = rows.queries_of(panel);
     if constexpr (kParts > 1) q.rows_in_use &= ~(panel.apart = separate_rows(q));
     pack_queries<Format>(q, steps, task.buf.q);
   }
 
+  // Block `block` of the keys, as the softmax reads it.
   Block block_of(const Task& task, int64_t block) const {
     const int64_t n = block - task.packed_piece;
     return {block * kBlockKeys, rows.keys_in(block), task.buf.keys_apart[n],
             task.buf.values_apart[n]};
   }
+  // The operands of S = K Q^T for one block.
   Operands score_operands(const Task& task, int64_t block, float* s) const {
     return {task.buf.keys + (block - task.packed_piece) * key_elements(), task.buf.q, s, false};
   }
+  // The operands of O += P V for one block.
   Operands output_operands(const Task& task, const State& state, int64_t block,
                            const float* weights) const {
     return {task.buf.values + (block - task.packed_piece) * value_elements(), weights, state.o,

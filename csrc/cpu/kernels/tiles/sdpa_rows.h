@@ -102,6 +102,7 @@ class TileRows {
 
   float exponent() const { return rule.exponent; }
   bool excludes() const { return rule.excludes; }
+  // Blocks of all keys, and the keys in one.
   int64_t all_blocks() const { return (p.Lk + kBlockKeys - 1) / kBlockKeys; }
   int64_t keys_in(int64_t block) const { return min_of(kBlockKeys, p.Lk - block * kBlockKeys); }
   int64_t output_floats() const { return steps_v * kStep * kQueries; }
@@ -149,6 +150,7 @@ class TileRows {
     return j;
   }
 
+  // The queries of a panel.
   RowsOfTile<P> queries_of(const Panel& panel) const {
     return rows_of<P>(p.q, panel.b, panel.h, panel.i0, panel.i1, p.D);
   }
@@ -157,6 +159,7 @@ class TileRows {
                         int64_t half) const {
     return half_of(p.k, b, hk, block, half, p.D, buf.keys);
   }
+  // The same for values.
   RowsOfTile<P> values_of(const Buffers& buf, int64_t b, int64_t hk, int64_t block,
                           int64_t half) const {
     return half_of(p.v, b, hk, block, half, p.Dv, buf.values);
@@ -313,8 +316,8 @@ class TileRows {
     return any(some);
   }
 
-  // The state of a panel, to be merged with those of other keys: o is [channels][queries]. Weights
-  // were relative to minus_m, which is a rounded product; here they are relative to m.
+  // The state of a panel, to be merged with its states over other keys: o is [channels][queries].
+  // Weights were relative to minus_m, which is a rounded product; here they are relative to m.
   void give(const State& state, float* m_out, float* l_out, float* o_out) const {
     const __m512 exponent = _mm512_set1_ps(rule.exponent);
     FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
@@ -354,7 +357,8 @@ class TileRows {
   const bool key_mask;
   const int64_t steps_v;  // of 32 channels, of values
 
-  // The rows of a paged cache are copied, because those of a block may be anywhere. They are dense.
+  // Keys or values [32 half, 32 half + 32) of a block. The rows of a paged cache are copied to
+  // `copies`, because they are not at equal distances.
   RowsOfTile<P> half_of(const Tensor4& x, int64_t b, int64_t hk, int64_t block, int64_t half,
                         int64_t channels, Storage* copies) const {
     const int64_t begin = min_of(p.Lk, block * kBlockKeys + 32 * half);
@@ -379,11 +383,13 @@ class TileRows {
     return keys.begin >= keys.end;
   }
 
+  // The state of a panel that has read no keys.
   static void clear(State& state) {
     state.fresh = true, state.totalled = false, state.added = 0;
     state.raised = false;
     __builtin_memset(state.l, 0, sizeof state.l);
   }
+  // Gives up the references of lanes that are not exact, for the next block to choose.
   static void forget_references(State& state) {
     state.waiting = true;
     for (int64_t i = 0; i < kQueries; ++i)
@@ -393,6 +399,8 @@ class TileRows {
   // Powers of two: weights in fp16 at the reference, and the largest one.
   static constexpr float kPower = 8, kMostPower = 15;
 
+  // The reference of a maximum as a summand of the exponent. In fp16, weights are stored 2^kPower
+  // times larger.
   FASTATTN_INLINE VecF minus_reference(VecF m) const {
     const VecF minus_m = m * -rule.exponent;
     return select<float>(m == -kInf<float>, VecF{}, Format::kNarrow ? minus_m + kPower : minus_m);
@@ -411,6 +419,7 @@ class TileRows {
     }
     state.waiting = any(still);
   }
+  // Raises the references whose block has a weight above 2^kMostPower, and rescales their sums.
   void raise_references(State& state, const VecF* top) const {
     VecI some{};
     FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {

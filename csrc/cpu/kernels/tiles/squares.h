@@ -20,7 +20,7 @@ struct Square {
   bool first;     // of the squares that are added to the same sum, which are consecutive
 };
 
-// The operands of one kind of squares: those of the scores, or those of the outputs.
+// The operands of one kind of squares, which are products for the scores or for the outputs.
 struct Operands {
   const Element* left;  // streamed from L2, each tile once
   const float* right;   // stays in L1
@@ -35,7 +35,7 @@ class Squares {
   FASTATTN_INLINE explicit Squares(float* scratch_square)
       : nowhere_(scratch_square), pending_(scratch_square) {}
 
-  // Squares [begin, end) of a list; those from `second` on are of kind b. Each tile is loaded one
+  // Squares [begin, end) of a list; squares from `second` on are of kind b. Each tile is loaded one
   // or two products before it is needed, and kept where the next square has it too: six products of
   // three parts then load 7 pairs of tiles instead of 12.
   //

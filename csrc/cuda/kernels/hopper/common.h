@@ -93,6 +93,7 @@ struct SwizzledTile {
   FASTATTN_DEVICE MatrixDescriptor of_columns() const {
     return describe_matrix(shared_address_of(data), kPanelBytes, 1024);
   }
+  // Bytes to the operand of a step, for each of the two.
   static FASTATTN_DEVICE int columns_at(int step) { return step / 4 * kPanelBytes + step % 4 * 32; }
   static FASTATTN_DEVICE int rows_at(int step) { return step * 2048; }
 
@@ -131,6 +132,7 @@ struct SwizzledTile {
 template <int kStages>
 struct Ring {
   int stage = 0, parity = 0;
+  // Moves to the next buffer; the parity changes after each round.
   FASTATTN_DEVICE void advance() {
     if (++stage < kStages) return;
     stage = 0;
@@ -191,6 +193,7 @@ struct QueryTile {
   Range keys;        // visible to at least one query
   int begin, count;  // the first key, and the number of steps
 
+  // The first key of step j.
   FASTATTN_DEVICE int key(int j) const { return begin + j * kKeys; }
   // Does step j load keys that no query can see? Keys outside of the tensor are loaded as zeros and
   // do not count.
@@ -262,6 +265,7 @@ FASTATTN_DEVICE int query_of_row(const HopperArguments& given, const Tile& tile,
   return row < given.tile_rows * given.group ? tile.i0 + row / given.group
                                              : static_cast<int>(tile.p.Lq);
 }
+// The head of a row, see query_of_row().
 template <class Tile>
 FASTATTN_DEVICE int head_of_row(const HopperArguments& given, const Tile& tile, int row) {
   return tile.h_kv * given.group + row % given.group;
@@ -336,6 +340,7 @@ FASTATTN_DEVICE void clear_unseen(int* flags, int buffer, const bool (&any)[kKey
 // error in the forward pass.
 FASTATTN_DEVICE float exponent_unit(const AttentionArguments& p) { return p.scale_float * kLog2e; }
 
+// The stats of a row in these units; with options they are left as they are.
 template <bool kGeneral>
 FASTATTN_DEVICE RowStats prepared(const AttentionArguments& p, const RowStats& row) {
   if (kGeneral) return row;
@@ -346,6 +351,7 @@ FASTATTN_DEVICE RowStats prepared(const AttentionArguments& p, const RowStats& r
   return {hi, finite ? static_cast<float>(lse - hi) : 0.0f, row.delta + row.rest, 0.0f};
 }
 
+// The weight of a pair from its product q . k, with the stats that prepared() made.
 FASTATTN_DEVICE float weight_of(float dot, float unit, const RowStats& row) {
   return exp2_approx(fmaf(dot, unit, -row.hi) - row.lo);
 }

@@ -26,6 +26,8 @@ bool describe(HopperArguments& p, int q_heads, int q_rows, int k_rows) {
          one(p.v, p.Hkv, p.Lk, p.Dv, 1, k_rows, p.v_operand);
 }
 
+// Launches the kernels of dQ, then of dK and dV, for one pair of widths. False if a tensor has no
+// map.
 template <int kQ, int kV, bool kGeneral>
 bool run(HopperArguments& p, int multiprocessors, uintptr_t stream) {
   using T = FASTATTN_ELEMENT;
@@ -64,6 +66,7 @@ bool run(HopperArguments& p, int multiprocessors, uintptr_t stream) {
 
 }  // namespace
 
+// The backward pass on Hopper. False if it does not support the call: the general kernels then run.
 bool attention_backward_hopper(const FASTATTN_ELEMENT*, const AttentionArguments& given,
                                uintptr_t stream) {
   const Hopper device = find_hopper();

@@ -71,6 +71,7 @@ struct HopperBackwardKv {
     return Shape::GTile::nth(shared.g_tiles, stage);
   }
 
+  // Sets how many arrivals complete each barrier; by one thread, before the others use them.
   FASTATTN_DEVICE void init_barriers() const {
     constexpr int kConsumerWarps = 4 * hopper::kConsumers;
     mbarrier_init(&shared.k_full, 2);  // K and V
@@ -241,6 +242,7 @@ struct HopperBackwardKv {
       }
     }
 
+    // Writes dK and dV of the consumer's keys.
     FASTATTN_DEVICE void store(const Work& work) const {
       FASTATTN_UNROLL
       for (int r = 0; r < 2; ++r) {
@@ -255,6 +257,7 @@ struct HopperBackwardKv {
       }
     }
 
+    // Adds one block of queries of one head: S^T and dP^T, then P^T and dS^T, then dV and dK.
     FASTATTN_DEVICE void step(const Work& work, int h, int i0) {
       const int stage = ring.stage;
       mbarrier_wait(kernel.shared.landed + stage, ring.parity);
@@ -313,6 +316,7 @@ struct HopperBackwardKv {
              first + 64 <= visible_keys(work.p, i0).end;
     }
 
+    // Waits for all products: S^T and dP^T are then in registers.
     FASTATTN_DEVICE void await_all() {
       wgmma_wait<0>();
       wgmma_arrived(s);
@@ -405,6 +409,7 @@ struct HopperBackwardKv {
     }
   };
 
+  // The loop of a consumer over its tiles of keys.
   template <bool kDk, bool kDv>
   FASTATTN_DEVICE void consume(int consumer) const {
     Consumer<kDk, kDv> me(*this, consumer);
@@ -418,6 +423,7 @@ struct HopperBackwardKv {
   }
 };
 
+// dK and dV: a producer loads tiles, and the consumers sum their gradients.
 template <class T, int kQueryWidth, int kValueWidth, bool kGeneral>
 __global__ void __launch_bounds__(hopper::kThreads, 1)
     attention_backward_kv_hopper_kernel(const __grid_constant__ HopperArguments given) {

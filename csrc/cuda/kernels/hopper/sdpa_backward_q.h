@@ -67,6 +67,7 @@ struct HopperBackwardQ {
     return Shape::VTile::nth(shared.v_tiles, stage);
   }
 
+  // Sets how many arrivals complete each barrier; by one thread, before the others use them.
   FASTATTN_DEVICE void init_barriers() const {
     constexpr int kConsumerWarps = 4 * hopper::kConsumers;
     mbarrier_init(&shared.q_full, 2);  // Q and dO
@@ -111,6 +112,7 @@ struct HopperBackwardQ {
     });
   }
 
+  // The loop of the warp that clears rows of K past the end, which may be NaN.
   FASTATTN_DEVICE void clear_all() const {
     hopper::clear_edges<kKeys, Shape::kStages>(given, shared.k_landed, shared.k_full,
                                                [&](int stage) { return k_tile(stage); });
@@ -168,6 +170,7 @@ struct HopperBackwardQ {
       if (!kOfDelta) store(work);
     }
 
+    // Writes dQ of the consumer's queries.
     FASTATTN_DEVICE void store(const Work& work) const {
       FASTATTN_UNROLL
       for (int r = 0; r < 2; ++r)
@@ -176,6 +179,7 @@ struct HopperBackwardQ {
                                         i[r] < work.last_query);
     }
 
+    // dQ += dS K over all blocks of keys.
     FASTATTN_DEVICE void sum_gradient(const Work& work) {
       const Range all_seen = hopper::all_seen(kernel.given, work, consumer);
       for (int j = 0; j < work.count; ++j) {
@@ -230,6 +234,7 @@ struct HopperBackwardQ {
       release(kernel.shared.empty + ring.previous());
     }
 
+    // The pair at index `at` of s, for calls without options.
     FASTATTN_DEVICE Pair plain_pair(int at, float unit, const RowStats& row) const {
       const float weight = hopper::weight_of(s[at], unit, row);
       return {weight, weight * (dp[at] - row.delta), 1.0f};
@@ -262,6 +267,7 @@ struct HopperBackwardQ {
       }
     }
 
+    // Completes delta of the consumer's queries from the products of all their pairs.
     FASTATTN_DEVICE void sum_delta(const Work& work) {
       const float rest[2] = {stats[0].rest, stats[1].rest};
       stats[0].rest = stats[1].rest = 0.0f;
@@ -302,6 +308,7 @@ struct HopperBackwardQ {
   };
 };
 
+// The body of both kernels: one warp loads, one clears, two warp groups compute.
 template <class T, class Shape, bool kGeneral, bool kOfDelta>
 FASTATTN_DEVICE void backward_q_of_hopper(const HopperArguments& given) {
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -325,12 +332,14 @@ FASTATTN_DEVICE void backward_q_of_hopper(const HopperArguments& given) {
 #endif
 }
 
+// dQ of a tile of queries.
 template <class T, int kQ, int kV, bool kGeneral>
 __global__ void __launch_bounds__(hopper::kThreads, 1)
     attention_backward_q_hopper_kernel(const __grid_constant__ HopperArguments given) {
   backward_q_of_hopper<T, HopperBackwardQShape<kQ, kV, kGeneral>, kGeneral, false>(given);
 }
 
+// delta of a tile of queries, where dO . O is not exact enough.
 template <class T, int kWidth>
 __global__ void __launch_bounds__(hopper::kThreads, 1)
     attention_backward_delta_hopper_kernel(const __grid_constant__ HopperArguments given) {

@@ -35,6 +35,7 @@ bool run(HopperArguments& p, int multiprocessors, uintptr_t stream) {
 
 }  // namespace
 
+// The forward pass on Hopper. False if it does not support the call: the general kernel then runs.
 bool attention_forward_hopper(const FASTATTN_ELEMENT*, const AttentionArguments& given,
                               uintptr_t stream) {
   const Hopper device = find_hopper();

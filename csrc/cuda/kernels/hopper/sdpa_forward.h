@@ -75,6 +75,7 @@ struct HopperForward {
     return Shape::VTile::nth(shared.v_tiles, stage);
   }
 
+  // Sets how many arrivals complete each barrier; by one thread, before the others use them.
   FASTATTN_DEVICE void init_barriers() const {
     constexpr int kConsumerWarps = 4 * hopper::kConsumers;
     mbarrier_init(&shared.q_full, 1);
@@ -132,6 +133,7 @@ struct HopperForward {
     });
   }
 
+  // The loop of the warp that clears rows of V past the end, which may be NaN.
   FASTATTN_DEVICE void clear_all() const {
     hopper::clear_edges<kKeys, Shape::kVStages>(given, shared.v_landed, shared.v_full,
                                                 [&](int stage) { return v_tile(stage); });
@@ -292,6 +294,7 @@ struct HopperForward {
       end_scores(next);
     }
 
+    // The last block of keys, after which no scores are computed meanwhile.
     FASTATTN_DEVICE void last_step(const Work& work, int j, Scores& s) {
       pass_turn();
       release(&kernel.shared.q_empty);
@@ -330,6 +333,7 @@ struct HopperForward {
       for (int e = 0; e < kKeys / 4; ++e) weights[e / 4][e % 4] = T::pack(s[2 * e], s[2 * e + 1]);
     }
 
+    // The column of accumulator (n, e) of wgmma, for this lane.
     static FASTATTN_DEVICE int column_of(int n, int e) {
       return 8 * n + 2 * (static_cast<int>(threadIdx.x) & 3) + e;
     }
@@ -367,6 +371,7 @@ struct HopperForward {
                                   kernel.v_tile(v_ring.stage));
     }
 
+    // Applies dropout to the weights of a block.
     FASTATTN_DEVICE void drop(const Work& work, int j, Scores& s) const {
       FASTATTN_UNROLL
       for (int r = 0; r < 2; ++r) {
@@ -406,6 +411,7 @@ struct HopperForward {
   };
 };
 
+// out and lse: a producer loads tiles, and the consumers compute.
 template <class T, int kQueryWidth, int kValueWidth, bool kGeneral>
 __global__ void __launch_bounds__(hopper::kThreads, 1)
     attention_forward_hopper_kernel(const __grid_constant__ HopperArguments given) {
