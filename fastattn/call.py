@@ -167,12 +167,13 @@ def plan_of(
     operator: Operator, call: Sequence[Any], requires_grad: bool, viewed: bool = False
 ) -> Plan | None:
     """The plan of an operator's arguments; None if another backend than the CPU's serves them."""
-    if operator.obstacles(call):
+    # In every mode: the plan also serves calls that compute a gradient.
+    if compat.any_requires_grad(*(call[n] for n in operator.opaque)):
         return None
     kind = Plan
     if dispatch.asks_torch_first(operator.name, call[0].dtype):
         kind = _ChoosingPlan
-    elif operator.choose(call) != "cpu":
+    elif dispatch.choose(operator.name, call[:-1], call[-1]) != "cpu":
         return None
     return kind(operator, call[-1], requires_grad, viewed)
 

@@ -114,7 +114,7 @@ class Operator:
         self.returns = len(self.results)
         self._tensors = len(self.names)
         self.options = options
-        self._opaque = [self.names.index(name) for name in opaque]
+        self.opaque = [self.names.index(name) for name in opaque]
         self._recomputed = {self.names.index(name) for name in recomputed}
         reasons = {**_NOT_IN_ONNX, **(not_in_onnx or {})}
         self._not_in_onnx = {n: reasons[x] for n, x in enumerate(self.names) if x in reasons}
@@ -148,7 +148,7 @@ class Operator:
             if compat.exports_onnx():
                 return self._exported(*args)
             return self.dispatched(*args, "")
-        if self._opaque and (obstacles := self.obstacles(args)):
+        if self.opaque and (obstacles := self.obstacles(args)):
             self.choose(args, obstacles)
             return self._through_reference(*args)
         tensors, options = self._primitive(args)
@@ -212,7 +212,7 @@ class Operator:
             return ["forward-mode differentiation goes through the reference"]
         return [
             f"{self.names[n]} requires a gradient, and no kernel computes it"
-            for n in self._opaque
+            for n in self.opaque
             if args[n] is not None and args[n].requires_grad and torch.is_grad_enabled()
         ]
 
