@@ -52,8 +52,7 @@ from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import NoOptions, values_of
 from fastattn.backends.primitives import schema as schema_of
 from fastattn.batching import rule_for_any_size, through_torch_vmap
-from fastattn.compat import any_requires_grad, transforms_active
-from fastattn.eager import runs_eagerly, was_freed
+from fastattn.compat import any_requires_grad, runs_eagerly, transforms_active, was_freed
 
 _library = torch.library.Library("fastattn", "DEF")
 operators: dict[Any, Operator] = {}  # key: the entry of `torch.ops.fastattn`

@@ -12,7 +12,7 @@ from fastattn._derivative import Derivative
 from fastattn._flops import attention_flops, product_flops
 from fastattn.backends.primitives import MemoryHopBackwardOptions, MemoryHopOptions
 from fastattn.batching import fold, one_by_one, size_of_batch, unfold
-from fastattn.eager import runs_eagerly
+from fastattn.compat import runs_eagerly
 from fastattn.library import Operator
 
 

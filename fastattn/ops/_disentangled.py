@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastattn import checks
 from fastattn.bias import Decomposed2d, Disentangled
-from fastattn.eager import runs_eagerly
+from fastattn.compat import runs_eagerly
 
 
 class Terms(NamedTuple):

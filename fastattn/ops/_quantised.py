@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastattn import checks
 from fastattn.backends.primitives import QUANTISED, same_memory
-from fastattn.eager import runs_eagerly
+from fastattn.compat import runs_eagerly
 
 _OP = "decode_attention"
 

@@ -13,7 +13,7 @@ from fastattn.autograd.decode import decode
 from fastattn.backends.primitives import QUANTISED, AppendOptions, DecodeOptions
 from fastattn.bias import T5
 from fastattn.call import Plan, Plans, with_arguments_of
-from fastattn.eager import runs_eagerly
+from fastattn.compat import runs_eagerly
 from fastattn.library import Operator
 from fastattn.ops._quantised import check_memory, check_rotated, check_scales, outside
 from fastattn.ops._relative_bias import fold_distances, largest, split_bias

@@ -12,7 +12,7 @@ from fastattn import checks
 from fastattn.autograd.encode_memory import encode
 from fastattn.backends.primitives import EncodeMemoryOptions
 from fastattn.call import Plans, with_arguments_of
-from fastattn.eager import is_unintercepted
+from fastattn.compat import is_unintercepted
 from fastattn.library import Operator
 from fastattn.ops._sparse_rows import used_rows
 

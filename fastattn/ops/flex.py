@@ -18,8 +18,7 @@ from fastattn.autograd.sdpa import default_scale
 from fastattn.backends._score_program import Op
 from fastattn.backends.primitives import FlexOptions
 from fastattn.call import Plans, with_arguments_of
-from fastattn.compat import constant_for_compiler
-from fastattn.eager import is_unintercepted
+from fastattn.compat import constant_for_compiler, is_unintercepted
 from fastattn.masks import values_of
 from fastattn.ops import sdpa
 from fastattn.ops._score_compile import Graph

@@ -12,7 +12,7 @@ from torch import Tensor
 from fastattn import compat, dispatch, evidence
 from fastattn.autograd.linear import linear as operator
 from fastattn.backends.primitives import LinearOptions
-from fastattn.eager import runs_eagerly
+from fastattn.compat import runs_eagerly
 from fastattn.library import Operator, watchers
 
 _OPTIONS, _OURS = LinearOptions(), LinearOptions(gemm="ours")

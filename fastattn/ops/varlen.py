@@ -15,7 +15,7 @@ from fastattn.autograd.varlen import packed_attention
 from fastattn.backends.primitives import VarlenOptions
 from fastattn.bias import T5, Disentangled
 from fastattn.call import Plan, Plans, with_arguments_of
-from fastattn.eager import runs_eagerly
+from fastattn.compat import runs_eagerly
 from fastattn.library import Operator
 from fastattn.ops._disentangled import fold_terms
 from fastattn.ops._relative_bias import fold_distances, largest, split_bias
