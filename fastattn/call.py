@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fastattn import compat, dispatch, evidence
+from fastattn._seed import draw_seed
 from fastattn.compat import may_plan
 from fastattn.library import Operator
 
@@ -124,6 +125,18 @@ class Plans:
             self.set(signature, plan)
         return signature, plan
 
+    def complete(
+        self,
+        signature: bytes | None,
+        operator: Operator,
+        call: Sequence[Any],
+        originals: Sequence[Any],
+        inputs: Sequence[Any] = (),
+    ) -> Any:
+        """All results of a call that the complete path prepared, and keep its plan."""
+        plan = self.keep(signature, operator, call, originals, inputs)
+        return operator(*call) if plan is None else plan.all(tuple(call[:-1]), call[-1])
+
     def keep(
         self,
         signature: bytes | None,
@@ -176,6 +189,16 @@ def plan_of(
     elif dispatch.choose(operator.name, call[:-1], call[-1]) != "cpu":
         return None
     return kind(operator, call[-1], requires_grad, viewed)
+
+
+def with_seed(
+    operator: Operator, call: tuple[Any, ...], generator: torch.Generator | None = None
+) -> tuple[Any, ...]:
+    """The arguments of an operator; with dropout they get a seed."""
+    if call[-1].dropout_p == 0:
+        return call
+    place = operator.place_of("seed")
+    return *call[:place], draw_seed(call[0].device, generator), *call[place + 1 :]
 
 
 def with_arguments_of(

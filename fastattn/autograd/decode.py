@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fastattn import compat, dispatch
 from fastattn._flops import count, flops_of_pairs, values, visible_pairs
-from fastattn.autograd.sdpa import default_scale
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import AppendOptions, DecodeOptions
+from fastattn.checks import default_scale
 from fastattn.compat import runs_eagerly
 from fastattn.library import Operator
 

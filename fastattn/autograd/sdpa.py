@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from fastattn import compat, dispatch
 from fastattn._derivative import Derivative
 from fastattn._flops import flops_of_pairs, visible_pairs
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
+from fastattn.checks import default_scale
 from fastattn.library import Operator
 
 # In place of position_query, query_table, key_table, distance_buckets, row_bias and column_bias.
@@ -24,10 +24,6 @@ def _pairs(query: Tensor, key: Tensor, *rest: Any) -> int:
     offset = _last_at_last(query, key) if options.offset is None else options.offset
     window = (offset, options.window_left, options.window_right)
     return batch * heads * visible_pairs(q_len, key.shape[2], *window)
-
-
-def default_scale(width: int) -> float:
-    return 1.0 / math.sqrt(width)
 
 
 def _last_at_last(query: Tensor, key: Tensor, *_: Any) -> int:

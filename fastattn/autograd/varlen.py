@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fastattn._derivative import Derivative
 from fastattn._flops import flops_of_pairs, values, visible_pairs
-from fastattn.autograd.sdpa import default_scale
 from fastattn.backends.primitives import VarlenOptions
+from fastattn.checks import default_scale
 from fastattn.library import Operator
 
 

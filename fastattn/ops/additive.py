@@ -12,7 +12,7 @@ from fastattn import checks
 from fastattn._seed import draw_seed
 from fastattn.autograd.additive import additive
 from fastattn.backends.primitives import AdditiveOptions
-from fastattn.call import Plans, with_arguments_of
+from fastattn.call import Plans, with_arguments_of, with_seed
 from fastattn.checks import shape_of
 from fastattn.library import Operator
 
@@ -88,16 +88,16 @@ def additive_attention(
     """
     tensors = (query, key, value, v, bias, attn_mask, key_padding_mask)
     signature, plan = plans.find(tensors, dropout_p, is_causal, need_weights)
-    if plan is None:
-        operator, call = prepare(*tensors, dropout_p, is_causal, need_weights)
-        if query is call[0]:  # a query without a batch has no plan
-            plan = plans.keep(signature, operator, call, tensors[:5], tensors)
     if plan is not None:
         mask = _combined(attn_mask, key_padding_mask)
         seed = draw_seed(query.device) if dropout_p else None
         run = plan.all if need_weights else plan.first
         return run((query, key, value, v, bias, mask, seed))
-    out, weights = operator(*checks.with_seed(operator, call, None))
+    operator, call = prepare(*tensors, dropout_p, is_causal, need_weights)
+    if query is not call[0]:  # a query without a batch has no plan
+        signature = None
+    call = with_seed(operator, call)
+    out, weights = plans.complete(signature, operator, call, tensors[:5], tensors)
     if query.ndim == 2:
         out, weights = out[0], weights[0] if need_weights else weights
     return (out, weights) if need_weights else out

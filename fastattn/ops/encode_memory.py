@@ -77,13 +77,12 @@ def encode_memory(
         IndexError: a token that is neither ``padding_idx`` nor in [0, V); nothing is read.
     """
     signature, plan = plans.find((tokens, weight, temporal), encoding, padding_idx, sparse)
-    if plan is None:
-        operator, arguments = prepare(tokens, weight, encoding, temporal, padding_idx, sparse)
-        plan = plans.keep(signature, operator, arguments, (tokens, weight, None, temporal))
     if plan is not None:
         factors = _factors(encoding, tokens.shape[-1], weight)
         return plan.all((tokens, weight, factors, temporal))
-    out: Tensor = operator(*arguments).squeeze(0)  # [B, G, N, D]
+    operator, call = prepare(tokens, weight, encoding, temporal, padding_idx, sparse)
+    out = plans.complete(signature, operator, call, (tokens, weight, None, temporal))
+    out = out.squeeze(0)  # [B, G, N, D]
     return out.squeeze(1) if weight.ndim == 2 else out
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from fastattn import checks, compat, dispatch, masks
 from fastattn._untraced import untraced
 from fastattn.autograd.flex import attention
-from fastattn.autograd.sdpa import default_scale
 from fastattn.backends._score_program import Op
 from fastattn.backends.primitives import FlexOptions
 from fastattn.call import Plans, with_arguments_of
+from fastattn.checks import default_scale
 from fastattn.compat import constant_for_compiler, is_unintercepted
 from fastattn.masks import values_of
 from fastattn.ops import sdpa
@@ -168,9 +168,11 @@ def _attend(
     else:
         *tensors, scale = _checked(*given, *options)
         call = (*_operands(tensors, traced, data, block_mask), FlexOptions(scale))
-        if all(x is y for x, y in zip(call, given, strict=False)):
-            plans.keep(signature, attention, call, (*given, None, None, None), (*given, data))
-        results = attention(*call) if wants_lse else attention(*call)[0]
+        if any(x is not y for x, y in zip(call, given, strict=False)):
+            signature = None
+        originals, inputs = (*given, None, None, None), (*given, data)
+        results = plans.complete(signature, attention, call, originals, inputs)
+        results = results if wants_lse else results[0]
     if not wants_lse:
         return results
     out, lse = results

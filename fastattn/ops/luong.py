@@ -114,8 +114,8 @@ def luong_attention(
             kept = torch.nn.functional.dropout(ones, dropped)
         call = (query, key, value, center, key_padding_mask, kept)
         if plan is None:
-            plans.keep(signature, local_attention, (*call, options), (), tensors)
-            out, near = local_attention(*call, options)
+            arguments = (*call, options)
+            out, near = plans.complete(signature, local_attention, arguments, (), tensors)
         elif need_weights:
             out, near = plan.all(call)
         else:

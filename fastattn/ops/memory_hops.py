@@ -105,10 +105,7 @@ def memory_hop_attention(
             pass
     biases = (hop_proj, memory_mask, memory_bias)
     operator, arguments = prepare(query, in_memory, out_memory, hops, *biases, *options[1:])
-    plan = plans.keep(signature, operator, arguments, tensors)
-    if plan is not None:
-        return _planned(plan, tensors, need_weights)
-    out, _, _, weights = operator(*arguments)
+    out, _, _, weights = plans.complete(signature, operator, arguments, tensors)
     if query.shape[-1] == 0:
         out = out[..., :0]
     return (out, weights) if need_weights else out

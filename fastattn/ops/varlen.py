@@ -14,7 +14,7 @@ from fastattn._seed import draw_seed
 from fastattn.autograd.varlen import packed_attention
 from fastattn.backends.primitives import VarlenOptions
 from fastattn.bias import T5, Disentangled
-from fastattn.call import Plan, Plans, with_arguments_of
+from fastattn.call import Plan, Plans, with_arguments_of, with_seed
 from fastattn.compat import runs_eagerly
 from fastattn.library import Operator
 from fastattn.ops._disentangled import fold_terms
@@ -119,25 +119,23 @@ def varlen_attention(
     tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks)
     longest = (max_seqlen_q, max_seqlen_k)
     flags = (dropout_p, is_causal, scale, window, softcap, causal_alignment, return_lse)
-    signature = None
+    signature = plan = None
     if generator is None and {type(max_seqlen_q), type(max_seqlen_k)} <= _LENGTHS:
         signature, plan = plans.find((*tensors, *tables), *kind, mask is None, *flags)
-        if plan is not None:
-            try:
-                return _planned(plan, tensors, (relative_bias, mask), longest, return_lse)
-            except ValueError:  # the complete path raises a message that names the argument
-                pass
+    if plan is not None:
+        try:
+            return _planned(plan, tensors, (relative_bias, mask), longest, return_lse)
+        except ValueError:  # the complete path raises a message that names the argument
+            pass
     operator, call = prepare(
         *(query, key, value, cu_seqlens_q, cu_seqlens_k, *longest, dropout_p, is_causal, scale),
         *(window, softcap, alibi_slopes, sinks, relative_bias, mask),
         *(causal_alignment, generator, return_lse),
     )
-    if call[1] is key and call[2] is value:  # the query may have content_bias added
-        in_order = (None, *tensors[1:3], None, None, alibi_slopes, None, sinks)
-        plan = plans.keep(signature, operator, call, in_order, (*tensors, *tables))
-        if plan is not None:
-            return _planned(plan, tensors, (relative_bias, mask), longest, return_lse)
-    out, lse = operator(*checks.with_seed(operator, call, generator))
+    call = with_seed(operator, call, generator)
+    # The query may have content_bias added.
+    in_order = (None, key, value, None, None, alibi_slopes, None, sinks)
+    out, lse = plans.complete(signature, operator, call, in_order, (*tensors, *tables))
     if not return_lse:
         return out
     return out, lse if out.dtype is torch.float64 else lse.float()

@@ -15,11 +15,11 @@ FLOORS = (
     "sinusoids _flops _shapes _dtypes _seed backends.primitives backends._alloc "
     "backends._precision",
     "evidence backends",
-    "dispatch batching",
+    "dispatch batching checks",
     "explanation _derivative _gradient",
     "call library",
     "autograd",
-    "checks masks",
+    "masks",
     "ops",
     "_capture _trace distributed flash_attn integrations nn plot",
     "fastattn",
