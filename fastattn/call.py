@@ -45,10 +45,7 @@ class Plan:
         self.viewed = viewed
         self._operator, self.options, self.requires_grad = operator, options, requires_grad
         self._records: dict[Any, Any] = {}
-        self._load()
-
-    def _load(self) -> None:
-        self.kernel: Any = self._operator.primitive("cpu")
+        self.kernel: Any = getattr(dispatch.load("cpu"), operator.name, None)
         self._skips = _skips_results(self.kernel)
 
     def all(self, tensors: tuple[Tensor | None, ...], options: Any = None) -> Any:
@@ -80,16 +77,13 @@ class Plan:
 @functools.cache  # reading a native signature takes longer than the rest of a cache miss
 def _skips_results(kernel: Any) -> bool:
     """Whether a kernel can leave out all results but the first."""
-    return "only_first" in inspect.signature(kernel).parameters
+    return kernel is not None and "only_first" in inspect.signature(kernel).parameters
 
 
 class _ChoosingPlan(Plan):
     """A plan whose backend is chosen in each call, because PyTorch's kernel serves some values."""
 
     __slots__ = ()
-
-    def _load(self) -> None:  # there may be no kernel
-        pass
 
     def all(self, tensors: tuple[Tensor | None, ...], options: Any = None) -> Any:
         return self._operator(*self._operator.lifted(tensors), options or self.options)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fastattn._derivative import Derivative
 from fastattn._flops import attention_flops, product_flops
 from fastattn.backends.primitives import MemoryHopBackwardOptions, MemoryHopOptions
 from fastattn.batching import fold, one_by_one, size_of_batch, unfold
-from fastattn.compat import runs_eagerly
 from fastattn.library import Operator
 
 
@@ -100,29 +98,3 @@ hop_attention = Operator(
     flops=_flops,
     checked_by=("cpu",),
 )
-
-
-class _Share(torch.autograd.Function):
-    """The one memory of an expanded batch [B, ...] (stride 0) -> [1, ...].
-
-    The backward of ``expand()`` sums over the batch, so each of the B entries receives grad / B, as
-    an expanded tensor that is not stored B times.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.batch = x.shape[0]
-        return x[:1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return (grad / ctx.batch).expand(ctx.batch, *grad.shape[1:])
-
-
-def share(memory: Tensor) -> Tensor:
-    """Undo a memory's expansion over its batch, unless a tracer, mode or transform is active."""
-    if memory.shape[0] <= 1 or memory.stride(0) != 0 or not runs_eagerly(memory):
-        return memory
-    if memory.requires_grad and torch.is_grad_enabled():
-        return _Share.apply(memory)
-    return memory[:1]

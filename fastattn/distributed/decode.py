@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastattn import checks, masks
 from fastattn._untraced import untraced
-from fastattn.autograd.decode import append, decode
+from fastattn.autograd.decode import decode
 from fastattn.backends.primitives import AppendOptions, DecodeOptions
 from fastattn.bias import T5
 from fastattn.distributed._dtensor import local_parts, refuse_dtensors
@@ -20,6 +20,7 @@ from fastattn.distributed._peers import Peers, process_group
 from fastattn.distributed._replicated import agreed, described, merged_states
 from fastattn.distributed.layout import Layout
 from fastattn.ops import decode as one_process
+from fastattn.ops._append import append
 
 _OP = "fastattn.distributed.decode_attention"
 

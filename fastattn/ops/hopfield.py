@@ -12,7 +12,6 @@ from fastattn import checks, compat
 from fastattn._gradient import in_one_node
 from fastattn._seed import draw_seed
 from fastattn.autograd.hopfield import hopfield_states
-from fastattn.autograd.memory_hops import share
 from fastattn.autograd.sdpa import NO_TERMS, attention
 from fastattn.backends.primitives import HopfieldOptions
 from fastattn.call import Plan, Plans, only_viewed, plan_of, with_arguments_of
@@ -20,6 +19,7 @@ from fastattn.checks import shape_of
 from fastattn.compat import any_requires_grad
 from fastattn.library import Operator
 from fastattn.ops import sdpa
+from fastattn.ops.memory_hops import share
 
 _NAME = "hopfield_retrieve"
 plans = Plans(rows=3)

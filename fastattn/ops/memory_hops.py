@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from fastattn import checks
-from fastattn.autograd.memory_hops import hop_attention, of_four_dimensions, share
+from fastattn.autograd.memory_hops import hop_attention, of_four_dimensions
 from fastattn.backends.primitives import MemoryHopOptions
 from fastattn.call import Plan, Plans, with_arguments_of
 from fastattn.checks import shape_of
+from fastattn.compat import runs_eagerly
 from fastattn.library import Operator
 
 _NAME = "memory_hop_attention"
@@ -273,3 +274,32 @@ def _sizes(batch: Sequence[int], hops: int, rows: int) -> list[tuple[str, int]]:
 
 def _expands_to(shape: Sequence[int], target: Sequence[int]) -> bool:
     return not [n for n, m in zip(shape, target, strict=True) if n != 1 and n != m]
+
+
+# --- memories that the batch shares -------------------------------------------------------------
+
+
+class _Share(torch.autograd.Function):
+    """The one memory of an expanded batch [B, ...] (stride 0) -> [1, ...].
+
+    The backward of ``expand()`` sums over the batch, so each of the B entries receives grad / B, as
+    an expanded tensor that is not stored B times.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.batch = x.shape[0]
+        return x[:1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return (grad / ctx.batch).expand(ctx.batch, *grad.shape[1:])
+
+
+def share(memory: Tensor) -> Tensor:
+    """Undo a memory's expansion over its batch, unless a tracer, mode or transform is active."""
+    if memory.shape[0] <= 1 or memory.stride(0) != 0 or not runs_eagerly(memory):
+        return memory
+    if memory.requires_grad and torch.is_grad_enabled():
+        return _Share.apply(memory)
+    return memory[:1]
