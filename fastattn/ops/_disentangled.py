@@ -24,6 +24,9 @@ class Terms(NamedTuple):
     column_bias: Tensor | None = None  # [B, Hq, Lq, w]
 
 
+NO_TERMS = Terms(None, None, None, None)
+
+
 def fold_terms(
     op: str, bias: Disentangled, query: Tensor, key: Tensor, most: Any
 ) -> tuple[Tensor, Terms]:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from fastattn import checks, compat
-from fastattn.autograd.sdpa import NO_TERMS
 from fastattn.bias import T5, Decomposed2d, Disentangled, Window2d
-from fastattn.ops._disentangled import fold_image, fold_terms
+from fastattn.ops._disentangled import NO_TERMS, fold_image, fold_terms
 
 
 def fold_bias(

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from fastattn import checks, compat, dispatch, masks
-from fastattn.autograd.decode import decode
+from fastattn._flops import flops_of_pairs, values, visible_pairs
 from fastattn.backends.primitives import QUANTISED, AppendOptions, DecodeOptions
 from fastattn.bias import T5
 from fastattn.call import Plan, Plans, with_arguments_of
+from fastattn.checks import default_scale
 from fastattn.compat import runs_eagerly
 from fastattn.library import Operator
 from fastattn.ops._append import append, check_memory, check_new, check_rotary, outside
@@ -450,3 +451,42 @@ def _wrong_length(
         f"{_OP}: cache_seqlens must be at least 0, and{more} at most {capacity} keys per sequence"
         f"{room}, got {length}"
     )
+
+
+# --- the operator -----------------------------------------------------------------------------
+
+
+def _no_gradient(*_: Any) -> Any:
+    raise RuntimeError("decode_attention has no gradient: it is for inference")
+
+
+def _pairs(
+    query: Tensor, key_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None, *rest: Any
+) -> int:
+    """The visible pairs by the lengths; a cache of unknown length counts as full."""
+    batch, heads, q_len, _ = query.shape
+    cache_leftpad, options = rest[5], rest[-1]
+    pages = 1 if block_table is None else block_table.shape[1]
+    filled = values(cache_seqlens) or [pages * key_cache.shape[2]] * batch
+    pads = (None if cache_leftpad is None else values(cache_leftpad)) or [0] * batch
+    window = options.window_left, options.window_right
+    return heads * sum(
+        visible_pairs(q_len, end - pad, end - pad - q_len, *window)
+        for end, pad in zip(filled, pads, strict=True)
+    )
+
+
+decode = Operator(
+    "decode_attention",
+    "query: B Hq Lq D; key_cache: E Hkv N D; value_cache: E Hkv N Dv; cache_seqlens: B; "
+    "block_table?: B *; cache_batch_idx?: B; alibi_slopes?: B|1 Hq; sinks?: 1 Hq; "
+    "relative_bias?: 1 Hq *; mask_program?; cache_leftpad?: B; key_scales?: E Hkv N; "
+    "value_scales?: E Hkv N; Hq % Hkv",
+    "out: B Hq Lq Dv; lse: B Hq Lq",
+    options=DecodeOptions,
+    out_like="query",
+    formula=_no_gradient,
+    folds=False,
+    flops=flops_of_pairs(_pairs),
+    derived={"scale": lambda query, *_: default_scale(query.shape[-1])},
+)

@@ -18,7 +18,6 @@ FLOORS = (
     "dispatch batching checks",
     "explanation _derivative _gradient",
     "call library",
-    "autograd",
     "masks",
     "ops",
     "_capture _trace distributed flash_attn integrations nn plot",
