@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from fastattn import compat
-from fastattn.eager import has_strided_memory
+from fastattn.compat import has_strided_memory
 
 _COUNTER = "torch.utils.flop_counter"
 _formulas: dict[Any, Callable[..., int]] = {}

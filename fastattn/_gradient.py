@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastattn import compat, dispatch
 from fastattn._derivative import Derivative, is_placeholder
-from fastattn.eager import is_unintercepted
+from fastattn.compat import is_unintercepted
 
 if TYPE_CHECKING:
     from fastattn.library import Operator

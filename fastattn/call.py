@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fastattn import compat, dispatch, evidence
+from fastattn._seed import draw_seed
 from fastattn.compat import may_plan
 from fastattn.library import Operator
 
@@ -44,10 +45,7 @@ class Plan:
         self.viewed = viewed
         self._operator, self.options, self.requires_grad = operator, options, requires_grad
         self._records: dict[Any, Any] = {}
-        self._load()
-
-    def _load(self) -> None:
-        self.kernel: Any = self._operator.primitive("cpu")
+        self.kernel: Any = getattr(dispatch.load("cpu"), operator.name, None)
         self._skips = _skips_results(self.kernel)
 
     def all(self, tensors: tuple[Tensor | None, ...], options: Any = None) -> Any:
@@ -79,16 +77,13 @@ class Plan:
 @functools.cache  # reading a native signature takes longer than the rest of a cache miss
 def _skips_results(kernel: Any) -> bool:
     """Whether a kernel can leave out all results but the first."""
-    return "only_first" in inspect.signature(kernel).parameters
+    return kernel is not None and "only_first" in inspect.signature(kernel).parameters
 
 
 class _ChoosingPlan(Plan):
     """A plan whose backend is chosen in each call, because PyTorch's kernel serves some values."""
 
     __slots__ = ()
-
-    def _load(self) -> None:  # there may be no kernel
-        pass
 
     def all(self, tensors: tuple[Tensor | None, ...], options: Any = None) -> Any:
         return self._operator(*self._operator.lifted(tensors), options or self.options)
@@ -123,6 +118,18 @@ class Plans:
             plan = self._older.get(signature)  # None if another thread was faster
             self.set(signature, plan)
         return signature, plan
+
+    def complete(
+        self,
+        signature: bytes | None,
+        operator: Operator,
+        call: Sequence[Any],
+        originals: Sequence[Any],
+        inputs: Sequence[Any] = (),
+    ) -> Any:
+        """All results of a call that the complete path prepared, and keep its plan."""
+        plan = self.keep(signature, operator, call, originals, inputs)
+        return operator(*call) if plan is None else plan.all(tuple(call[:-1]), call[-1])
 
     def keep(
         self,
@@ -167,14 +174,25 @@ def plan_of(
     operator: Operator, call: Sequence[Any], requires_grad: bool, viewed: bool = False
 ) -> Plan | None:
     """The plan of an operator's arguments; None if another backend than the CPU's serves them."""
-    if operator.obstacles(call):
+    # In every mode: the plan also serves calls that compute a gradient.
+    if compat.any_requires_grad(*(call[n] for n in operator.opaque)):
         return None
     kind = Plan
     if dispatch.asks_torch_first(operator.name, call[0].dtype):
         kind = _ChoosingPlan
-    elif operator.choose(call) != "cpu":
+    elif dispatch.choose(operator.name, call[:-1], call[-1]) != "cpu":
         return None
     return kind(operator, call[-1], requires_grad, viewed)
+
+
+def with_seed(
+    operator: Operator, call: tuple[Any, ...], generator: torch.Generator | None = None
+) -> tuple[Any, ...]:
+    """The arguments of an operator; with dropout they get a seed."""
+    if call[-1].dropout_p == 0:
+        return call
+    place = operator.place_of("seed")
+    return *call[:place], draw_seed(call[0].device, generator), *call[place + 1 :]
 
 
 def with_arguments_of(

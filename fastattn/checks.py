@@ -10,9 +10,6 @@ import torch
 from torch import Tensor
 
 from fastattn import compat
-from fastattn._seed import draw_seed
-from fastattn.autograd.sdpa import default_scale
-from fastattn.library import Operator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int64, torch.int32)
@@ -55,6 +52,10 @@ def check_strided(op: str, name: str, x: Any, position: int | None = None) -> No
         raise wrong_type(op, name, x, "Tensor", position)
     if x.is_nested or x.layout is not torch.strided:
         raise not_dense(op, name, x)
+
+
+def is_jagged(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_nested and x.layout is torch.jagged
 
 
 def shape_of(x: Tensor) -> tuple[int, ...]:
@@ -179,6 +180,10 @@ def check_softcap(op: str, softcap: Any, dtype: torch.dtype) -> float:
         raise ValueError(f"{op}: softcap must be None or positive and finite, got {cap}")
     largest = 2.0**800 if dtype is torch.float64 else 2.0**100
     return 0.0 if cap >= largest else max(cap, 1 / largest)
+
+
+def default_scale(width: int) -> float:
+    return 1.0 / math.sqrt(width)
 
 
 def score_options(
@@ -374,16 +379,6 @@ def as_stored_mask(where: str, mask: Any, device: torch.device) -> Any:
     queries, keys = mask.seq_len_q, mask.seq_len_kv
     diagonal = keys - queries if mask.variant.name == "LOWER_RIGHT" else 0
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(diagonal)
-
-
-def with_seed(
-    operator: Operator, call: tuple[Any, ...], generator: torch.Generator | None
-) -> tuple[Any, ...]:
-    """Return the tensors and options of a call; one with dropout gets a seed."""
-    if call[-1].dropout_p == 0:
-        return call
-    place = operator.place_of("seed")
-    return *call[:place], draw_seed(call[0].device, generator), *call[place + 1 :]
 
 
 def name_of(x: Tensor) -> str:

@@ -1,4 +1,5 @@
-"""The private names of PyTorch that the package uses; no other file uses any.
+"""What depends on PyTorch's internals: its private names, which no other file uses, and whether a
+call may skip its dispatcher and read memory.
 
 PyTorch 2.6 to 2.15 have every name of `NAMES`: these versions were checked. If another version
 lacks one, `MISSING` lists it and the fast route is off: every call goes through the public
@@ -321,6 +322,56 @@ def run_again_with_same_state() -> None:
     policy = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
     node.meta.setdefault("recompute", policy)
     node.meta.setdefault("ac_graph_id", 0)
+
+
+# --- tensors that a kernel may read ---------------------------------------------------------------
+
+# A tensor whose storage was freed, as FSDP does, has the address 0, or, if it is a view, its offset
+# in bytes. So addresses below this one are looked at twice (`was_freed`).
+_LOW = 2**32
+_EXACT_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
+
+
+def has_strided_memory(x: Tensor) -> bool:
+    """Whether the values of a tensor are stored in strided memory at its address.
+
+    False for a lazy negation, a gradient without memory, a tensor wrapped by a transform (batched
+    gradients; a tensor that outlived ``torch.func``), or a sparse tensor.
+    """
+    try:
+        return not x.is_neg() and (x.data_ptr() >= _LOW or x.numel() == 0)
+    except RuntimeError:  # it has no address
+        return False
+
+
+def was_freed(x: Tensor) -> bool:
+    """Whether a tensor that is not empty has no memory."""
+    return x.numel() > 0 and x.data_ptr() == x.storage_offset() * x.element_size()
+
+
+def runs_eagerly(*tensors: Tensor | None) -> bool:
+    """Whether these tensors have strided memory, and no transform or mode is active.
+
+    If False, the call goes through ``torch.ops``, where the tracer, the transform or the subclass
+    intercepts it.
+    """
+    if not (is_unintercepted() and _EXACT_TYPES.issuperset(map(type, tensors))):
+        return False
+    try:  # as has_strided_memory(), without a call for each
+        for x in tensors:
+            if x is not None and (x.is_neg() or (x.data_ptr() < _LOW and x.numel())):
+                return False
+    except RuntimeError:
+        return False
+    return True
+
+
+def is_eager_on_cpu(*tensors: Tensor | None) -> bool:
+    """Whether these are ordinary CPU tensors, and no tracer, transform, compiler or mode is active.
+
+    Only then may a branch depend on their values.
+    """
+    return runs_eagerly(*tensors) and all(x is None or x.is_cpu for x in tensors)
 
 
 # --- autograd below the dispatcher ----------------------------------------------------------------

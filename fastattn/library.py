@@ -52,8 +52,7 @@ from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import NoOptions, values_of
 from fastattn.backends.primitives import schema as schema_of
 from fastattn.batching import rule_for_any_size, through_torch_vmap
-from fastattn.compat import any_requires_grad, transforms_active
-from fastattn.eager import runs_eagerly, was_freed
+from fastattn.compat import any_requires_grad, runs_eagerly, transforms_active, was_freed
 
 _library = torch.library.Library("fastattn", "DEF")
 operators: dict[Any, Operator] = {}  # key: the entry of `torch.ops.fastattn`
@@ -114,7 +113,7 @@ class Operator:
         self.returns = len(self.results)
         self._tensors = len(self.names)
         self.options = options
-        self._opaque = [self.names.index(name) for name in opaque]
+        self.opaque = [self.names.index(name) for name in opaque]
         self._recomputed = {self.names.index(name) for name in recomputed}
         reasons = {**_NOT_IN_ONNX, **(not_in_onnx or {})}
         self._not_in_onnx = {n: reasons[x] for n, x in enumerate(self.names) if x in reasons}
@@ -148,7 +147,7 @@ class Operator:
             if compat.exports_onnx():
                 return self._exported(*args)
             return self.dispatched(*args, "")
-        if self._opaque and (obstacles := self.obstacles(args)):
+        if self.opaque and (obstacles := self.obstacles(args)):
             self.choose(args, obstacles)
             return self._through_reference(*args)
         tensors, options = self._primitive(args)
@@ -212,7 +211,7 @@ class Operator:
             return ["forward-mode differentiation goes through the reference"]
         return [
             f"{self.names[n]} requires a gradient, and no kernel computes it"
-            for n in self._opaque
+            for n in self.opaque
             if args[n] is not None and args[n].requires_grad and torch.is_grad_enabled()
         ]
 

@@ -23,10 +23,10 @@ _DTYPES = (
 
 def name_list(text: str) -> list[str]:
     """argparse type: a comma-separated list, never empty, as an unset shell variable would be."""
-    found = [name.strip() for name in text.split(",") if name.strip()]
-    if not found:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
         raise argparse.ArgumentTypeError(f"{text!r} names nothing")
-    return found
+    return names
 
 
 def add_list(parser: argparse._ActionsContainer, flag: str, words: str) -> None:
@@ -41,43 +41,39 @@ def add_list(parser: argparse._ActionsContainer, flag: str, words: str) -> None:
     )
 
 
-def dtypes(given: Iterable[str], allowed: Collection[str], flag: str = "--dtype") -> list[str]:
+def dtypes(names: Iterable[str], allowed: Collection[str], flag: str = "--dtype") -> list[str]:
     """The dtypes in the spelling of `allowed`, each once. Raises ValueError for any other."""
-    return _spelled(given, allowed, flag, _dtypes_like)
+    return _respelled(names, allowed, flag, _spellings_of_dtype)
 
 
-def operators(given: Iterable[str], allowed: Collection[str], flag: str = "--op") -> list[str]:
+def operators(names: Iterable[str], allowed: Collection[str], flag: str = "--op") -> list[str]:
     """The operators in the spelling of `allowed`, each once. Raises ValueError for any other."""
-    return _spelled(given, allowed, flag, _operators_like)
+    return _respelled(names, allowed, flag, _spellings_of_operator)
 
 
-def _spelled(
-    given: Iterable[str],
+def _respelled(
+    names: Iterable[str],
     allowed: Collection[str],
     flag: str,
-    like: Callable[[str], tuple[str, ...]],
+    spellings_of: Callable[[str], tuple[str, ...]],
 ) -> list[str]:
-    found: dict[str, None] = {}
-    for name in given:
-        same = [other for other in (name, *like(name)) if other in allowed]
-        if not same:
-            names = (f"{n} ({o})" if (o := _other(n, like)) else n for n in allowed)
-            raise ValueError(f"{flag} {name!r}: allowed are {', '.join(names)}")
-        found[same[0]] = None
-    return list(found)
+    respelled: dict[str, None] = {}
+    for name in names:
+        same = next((x for x in (name, *spellings_of(name)) if x in allowed), None)
+        if same is None:
+            others = {x: next((y for y in spellings_of(x) if y != x), "") for x in allowed}
+            choices = ", ".join(f"{x} ({y})" if y else x for x, y in others.items())
+            raise ValueError(f"{flag} {name!r}: allowed are {choices}")
+        respelled[same] = None
+    return list(respelled)
 
 
-def _other(name: str, like: Callable[[str], tuple[str, ...]]) -> str:
-    """Another spelling of a name, the first one if there are several."""
-    return next((other for other in like(name) if other != name), "")
-
-
-def _dtypes_like(name: str) -> tuple[str, ...]:
-    plain = name.lower().removeprefix("torch.")
-    return next((line for line in _DTYPES if plain in line), ())
+def _spellings_of_dtype(name: str) -> tuple[str, ...]:
+    bare = name.lower().removeprefix("torch.")
+    return next((line for line in _DTYPES if bare in line), ())
 
 
 @functools.cache
-def _operators_like(name: str) -> tuple[str, ...]:
-    plain = name.removeprefix("fastattn.")
-    return next((alike for op in ops.OPS if plain in (alike := ops.names_of(op))), ())
+def _spellings_of_operator(name: str) -> tuple[str, ...]:
+    bare = name.removeprefix("fastattn.")
+    return next((names for op in ops.OPS if bare in (names := ops.names_of(op))), ())

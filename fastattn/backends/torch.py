@@ -8,7 +8,7 @@ summed. On a GPU this would synchronize, so there a NaN in a key that only some 
 reach all queries.
 
 Some obstacles are known only when the backward pass begins. A gradient of ``lse`` sends the call to
-the next backend (``fastattn/autograd/sdpa.py``). On the CPU, a ``grad_out`` with NaN or inf under a
+the next backend (``fastattn/ops/sdpa.py``). On the CPU, a ``grad_out`` with NaN or inf under a
 mask, and scores so large that a float32 ``lse`` is too inexact to recompute the weights, run the
 forward and the backward of fastattn's own kernels (:func:`_ours`), or of the reference without a
 native core.

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.autograd.sdpa import NO_TERMS, attention
 from fastattn.distributed._call import Call
 from fastattn.distributed._peers import Peers
 from fastattn.distributed._schedule import Schedule
 from fastattn.distributed.layout import Run
+from fastattn.ops._disentangled import NO_TERMS
+from fastattn.ops.sdpa import attention
 
 
 def gathered_attention(call: Call, peers: Peers) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fastattn import checks, masks
 from fastattn._seed import draw_seed
-from fastattn.autograd.sdpa import default_scale
 from fastattn.backends.primitives import AttentionOptions
+from fastattn.checks import default_scale
 from fastattn.distributed._dtensor import refuse_dtensors
 from fastattn.distributed._peers import OP
 from fastattn.distributed.layout import Layout, Run

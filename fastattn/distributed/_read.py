@@ -16,11 +16,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fastattn.autograd.memory_hops import hop_attention
-from fastattn.autograd.sdpa import NO_TERMS, attention
 from fastattn.backends.primitives import AttentionOptions, MemoryHopOptions
 from fastattn.distributed._peers import Peers
 from fastattn.distributed._replicated import enter, merged, total
+from fastattn.ops._disentangled import NO_TERMS
+from fastattn.ops.memory_hops import hop_attention
+from fastattn.ops.sdpa import attention
 
 
 class Reader:

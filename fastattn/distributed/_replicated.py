@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastattn import checks
-from fastattn.autograd.merge_states import merge_states
 from fastattn.backends._partial import gradients_of_part
 from fastattn.distributed._agree import agree, gather, problem
 from fastattn.distributed._peers import Peers
+from fastattn.ops.merge_states import merge as merge_states
 
 T = TypeVar("T")
 

@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.autograd.merge_states import merge_states
-from fastattn.autograd.sdpa import NO_TERMS, attention, attention_backward
 from fastattn.backends.primitives import AttentionBackwardOptions, extended
 from fastattn.distributed._call import Call, mask_slices
 from fastattn.distributed._peers import OP, Exchange, Peers
 from fastattn.distributed._schedule import Piece, Schedule
+from fastattn.ops._disentangled import NO_TERMS
+from fastattn.ops.merge_states import merge as merge_states
+from fastattn.ops.sdpa import attention, attention_backward
 
 
 def ring_attention(call: Call, peers: Peers) -> tuple[Tensor, Tensor]:

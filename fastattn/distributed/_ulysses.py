@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from fastattn import masks
-from fastattn.autograd.sdpa import NO_TERMS, attention
 from fastattn.distributed._call import Call
 from fastattn.distributed._peers import OP, Peers
 from fastattn.distributed.layout import Layout
+from fastattn.ops._disentangled import NO_TERMS
+from fastattn.ops.sdpa import attention
 
 
 def heads_divide(call: Call, ranks: int) -> bool:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fastattn import checks, masks
 from fastattn._untraced import untraced
-from fastattn.autograd.decode import append, decode
 from fastattn.backends.primitives import AppendOptions, DecodeOptions
 from fastattn.bias import T5
 from fastattn.distributed._dtensor import local_parts, refuse_dtensors
@@ -20,6 +19,8 @@ from fastattn.distributed._peers import Peers, process_group
 from fastattn.distributed._replicated import agreed, described, merged_states
 from fastattn.distributed.layout import Layout
 from fastattn.ops import decode as one_process
+from fastattn.ops._append import append, check_new
+from fastattn.ops.decode import decode
 
 _OP = "fastattn.distributed.decode_attention"
 
@@ -236,7 +237,7 @@ def _checked_rows(
             )
         found.append(x.transpose(1, 2) if layout == "bnhd" else x)
     new = found[0], found[1]
-    one_process.check_new(new[0], new[1], query, keys, values, seqlens)
+    check_new(new[0], new[1], query, keys, values, seqlens)
     return new
 
 

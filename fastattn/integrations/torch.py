@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn import checks
+from fastattn.call import with_seed
 from fastattn.compat import stock_attention
 from fastattn.integrations._registration import lock
-from fastattn.ops.sdpa import keep, planned, plans, prepare
+from fastattn.ops.sdpa import complete, planned, plans, prepare
 
 __all__ = ["Activation", "activate"]
 
@@ -151,8 +151,9 @@ def _attend(
     except (NotImplementedError, RuntimeError, TypeError, ValueError):
         _check_lengths(key, value)
         return None  # PyTorch accepts the call, or raises its own error
-    keep(signature, tensors, operator, call)
-    result: Tensor = folding.restore(operator(*checks.with_seed(operator, call, None))[0])
+    result: Tensor = folding.restore(
+        complete(signature, tensors, operator, with_seed(operator, call))[0]
+    )
     return result
 
 

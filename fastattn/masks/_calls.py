@@ -13,8 +13,7 @@ from fastattn.backends._mask_program import PADDING, padded
 from fastattn.backends._sequences import places
 from fastattn.checks import check_device as check_same_device
 from fastattn.checks import check_strided, wrong_type
-from fastattn.compat import records_trace
-from fastattn.eager import runs_eagerly
+from fastattn.compat import records_trace, runs_eagerly
 
 
 @dataclass

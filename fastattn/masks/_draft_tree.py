@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastattn.backends._mask_program import Kind, Leaf
 from fastattn.checks import check_strided
-from fastattn.eager import runs_eagerly
+from fastattn.compat import runs_eagerly
 from fastattn.masks._blocks import words_of_pairs
 from fastattn.masks._calls import CacheCall, Call, check_device, check_rows, exactly
 from fastattn.masks._mask import LeafMask, Mask

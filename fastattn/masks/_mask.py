@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fastattn.backends._mask_program import LEAVES, Kind, Leaf, encode
 from fastattn.checks import wrong_type
-from fastattn.compat import records_trace
-from fastattn.eager import is_unintercepted
+from fastattn.compat import is_unintercepted, records_trace
 from fastattn.masks._blocks import (
     MaskMod,
     Size,

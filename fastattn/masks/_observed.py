@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastattn import compat
-from fastattn.eager import has_strided_memory
+from fastattn.compat import has_strided_memory
 
 _BLOCK_MASK = (
     "seq_lengths",

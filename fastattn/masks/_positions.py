@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends._mask_program import Kind, Leaf
-from fastattn.eager import is_unintercepted
+from fastattn.compat import is_unintercepted
 from fastattn.masks._calls import (
     CacheCall,
     Call,

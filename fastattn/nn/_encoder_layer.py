@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fastattn import compat, dispatch, evidence
-from fastattn.eager import runs_eagerly
+from fastattn.compat import runs_eagerly
 from fastattn.nn.linear import Linear
 from fastattn.nn.mha import keep_forward_called
 

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastattn.compat import canonical_mask
-from fastattn.eager import is_eager_on_cpu
+from fastattn.compat import canonical_mask, is_eager_on_cpu
 
 
 def check_mask_dtypes(

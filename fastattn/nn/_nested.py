@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastattn.checks import is_jagged
 from fastattn.compat import children_of
 from fastattn.masks import Mask
 from fastattn.nn._projections import project, project_out
-from fastattn.ops._jagged import is_jagged, packed_rows, same_lengths
+from fastattn.ops._jagged import packed_rows, same_lengths
 from fastattn.ops.sdpa import scaled_dot_product_attention
 from fastattn.ops.varlen import varlen_attention
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import MultiheadAttention as _Stock
 
 from fastattn import compat
+from fastattn.checks import is_jagged
 from fastattn.compat import mha_is_batched
 from fastattn.masks import Mask
 from fastattn.nn._cache import KeyValueCache
@@ -22,7 +23,6 @@ from fastattn.nn._masks import append_rows, check_mask_dtypes, is_causal_mask, m
 from fastattn.nn._nested import nested_attention
 from fastattn.nn._projections import project, project_out, project_query
 from fastattn.nn._small import self_attention
-from fastattn.ops._jagged import is_jagged
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
 

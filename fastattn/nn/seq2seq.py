@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastattn.checks import check_dense
-from fastattn.eager import is_eager_on_cpu
+from fastattn.compat import is_eager_on_cpu
 from fastattn.nn._cache import DecoderCache
 from fastattn.nn._context import ContextParallel, unsupported
 from fastattn.nn._leaf import is_symbolic, leaf

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastattn import compat
-from fastattn.eager import runs_eagerly
+from fastattn.compat import runs_eagerly
 from fastattn.nn._cache import DecoderCache, KeyValueCache
 from fastattn.nn._causal import into_layer_attention
 from fastattn.nn._context import ContextParallel

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastattn import checks
 from fastattn.bias import Decomposed2d, Disentangled
-from fastattn.eager import runs_eagerly
+from fastattn.compat import runs_eagerly
 
 
 class Terms(NamedTuple):
@@ -22,6 +22,9 @@ class Terms(NamedTuple):
     distance_buckets: Tensor | None  # [2 M + 1] int32
     row_bias: Tensor | None = None  # [B, Hq, Lq, h]
     column_bias: Tensor | None = None  # [B, Hq, Lq, w]
+
+
+NO_TERMS = Terms(None, None, None, None)
 
 
 def fold_terms(

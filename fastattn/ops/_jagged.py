@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.checks import check_flag, wrong_type
+from fastattn.checks import check_flag, is_jagged, wrong_type
 from fastattn.library import Operator
 from fastattn.ops import varlen
 
@@ -29,10 +29,6 @@ class JaggedFolding(NamedTuple):
         if not self.has_heads:
             return torch.nested.nested_tensor_from_jagged(x[:, 0], self.offsets)
         return torch.nested.nested_tensor_from_jagged(x, self.offsets).transpose(1, 2)
-
-
-def is_jagged(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_nested and x.layout is torch.jagged
 
 
 def packed_rows(x: Any) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastattn import checks
-from fastattn.eager import runs_eagerly
+from fastattn.compat import runs_eagerly
 from fastattn.ops.varlen import check_starts
 
 _OP = "flash_attn_varlen_func"

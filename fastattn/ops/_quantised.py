@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +9,8 @@ from torch import Tensor
 
 from fastattn import checks
 from fastattn.backends.primitives import QUANTISED, same_memory
-from fastattn.eager import runs_eagerly
+from fastattn.compat import runs_eagerly
+from fastattn.ops._append import check_memory
 
 _OP = "decode_attention"
 
@@ -65,23 +65,6 @@ def check_scales(
                 _check_apart("cache", key_cache, value_cache)
                 _check_apart("scales", *checked)
     return checked[0], checked[1]
-
-
-def check_memory(**written: Tensor) -> None:
-    """Check that every appended row has its own memory."""
-    for name, x in written.items():
-        if any(stride == 0 and n > 1 for n, stride in zip(x.shape, x.stride(), strict=True)):
-            raise ValueError(
-                f"{_OP}: {name} must have memory for each row where rows are appended, got an "
-                f"expanded tensor with strides {x.stride()}"
-            )
-
-
-def outside(rows: tuple[Tensor, Tensor], caches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the rows to append, copied if they overlap a cache, which is being written."""
-    written = {cache.untyped_storage().data_ptr() for cache in caches}
-    key, value = (x.clone() if x.untyped_storage().data_ptr() in written else x for x in rows)
-    return key, value
 
 
 def _check_apart(kind: str, keys: Tensor, values: Tensor) -> None:

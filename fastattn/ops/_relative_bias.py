@@ -1,8 +1,9 @@
-"""Validates a relative position bias, and lays it out as the primitive's table of distances."""
+"""Validates a relative position bias, and lays it out as the primitive's tensors."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,9 +11,24 @@ from torch import Tensor
 
 from fastattn import checks, compat
 from fastattn.bias import T5, Decomposed2d, Disentangled, Window2d
+from fastattn.ops._disentangled import NO_TERMS, fold_image, fold_terms
 
 
-def fold_relative_bias(
+def fold_bias(
+    op: str, bias: Any, query: Tensor, key: Tensor, offset: int
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """The query, to which a bias of content may be added, and the operands: a table of distances,
+    positions, and the terms of content."""
+    if type(bias) is Disentangled:
+        farthest = largest(query.shape[2] - 1 + offset, key.shape[2] - 1 - offset, 0)
+        query, terms = fold_terms(op, bias, query, key, farthest)
+        return query, (None, None, *terms)
+    if type(bias) is Decomposed2d:
+        return query, (None, None, *fold_image(op, bias, query, key.shape[2]))
+    return query, (*_fold_positions(op, bias, query, key.shape[2], offset), *NO_TERMS)
+
+
+def _fold_positions(
     op: str, bias: Any, query: Tensor, k_len: int, offset: int
 ) -> tuple[Tensor, Tensor | None]:
     """Return the table [1, Hq, 2 M + 1], whose middle is distance 0, and positions [Lk] or None.

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from fastattn import checks
+from fastattn._derivative import Derivative
+from fastattn._flops import additive_flops, flops_of_pairs, visible_pairs
 from fastattn._seed import draw_seed
-from fastattn.autograd.additive import additive
-from fastattn.backends.primitives import AdditiveOptions
-from fastattn.call import Plans, with_arguments_of
+from fastattn.backends.primitives import AdditiveBackwardOptions, AdditiveOptions
+from fastattn.call import Plans, with_arguments_of, with_seed
 from fastattn.checks import shape_of
 from fastattn.library import Operator
 
@@ -88,16 +89,16 @@ def additive_attention(
     """
     tensors = (query, key, value, v, bias, attn_mask, key_padding_mask)
     signature, plan = plans.find(tensors, dropout_p, is_causal, need_weights)
-    if plan is None:
-        operator, call = prepare(*tensors, dropout_p, is_causal, need_weights)
-        if query is call[0]:  # a query without a batch has no plan
-            plan = plans.keep(signature, operator, call, tensors[:5], tensors)
     if plan is not None:
         mask = _combined(attn_mask, key_padding_mask)
         seed = draw_seed(query.device) if dropout_p else None
         run = plan.all if need_weights else plan.first
         return run((query, key, value, v, bias, mask, seed))
-    out, weights = operator(*checks.with_seed(operator, call, None))
+    operator, call = prepare(*tensors, dropout_p, is_causal, need_weights)
+    if query is not call[0]:  # a query without a batch has no plan
+        signature = None
+    call = with_seed(operator, call)
+    out, weights = plans.complete(signature, operator, call, tensors[:5], tensors)
     if query.ndim == 2:
         out, weights = out[0], weights[0] if need_weights else weights
     return (out, weights) if need_weights else out
@@ -226,3 +227,27 @@ def _check_mask(name: str, mask: Any, query: Tensor, dtypes: Sequence[torch.dtyp
         raise ValueError(
             f"{_NAME}: {name} must be on query's device {query.device}, got {mask.device}"
         )
+
+
+# --- the operator -----------------------------------------------------------------------------
+
+
+def _pairs(query: Tensor, key: Tensor, *rest: Any) -> int:
+    window = (0, -1, 0) if rest[-1].causal else ()
+    return query.shape[0] * visible_pairs(query.shape[1], key.shape[1], *window)
+
+
+additive = Operator(
+    "additive_attention",
+    "query: B Tq A; key: B Tk A; value: B Tk Dv; v: A; bias?: A; attn_mask?: B|1 Tq|1 Tk|1; seed?",
+    "out: B Tq Dv; weights: B Tq Tk",
+    options=AdditiveOptions,
+    derivative=Derivative(
+        grads="out weights",
+        reads="query key value v bias attn_mask seed",  # no result: rows are recomputed
+        gives="query key value v bias attn_mask",
+        options=AdditiveBackwardOptions,
+    ),
+    flops=flops_of_pairs(_pairs, additive_flops),
+    checked_by=("cpu",),
+)

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from fastattn import checks, compat, dispatch, masks
-from fastattn.autograd.decode import append as append_to_cache
-from fastattn.autograd.decode import decode
+from fastattn._flops import flops_of_pairs, values, visible_pairs
 from fastattn.backends.primitives import QUANTISED, AppendOptions, DecodeOptions
 from fastattn.bias import T5
 from fastattn.call import Plan, Plans, with_arguments_of
-from fastattn.eager import runs_eagerly
+from fastattn.checks import default_scale
+from fastattn.compat import runs_eagerly
 from fastattn.library import Operator
-from fastattn.ops._quantised import check_memory, check_rotated, check_scales, outside
+from fastattn.ops._append import append, check_memory, check_new, check_rotary, outside
+from fastattn.ops._quantised import check_rotated, check_scales
 from fastattn.ops._relative_bias import fold_distances, largest, split_bias
-from fastattn.ops._rotary import check_rotary
 
 _OP = "decode_attention"
 plans = Plans(rows=3)
@@ -163,31 +163,30 @@ def decode_attention(
             return _planned(plan, tensors, *others)
         except ValueError:  # the complete path raises a message that names the argument
             pass
-    operator, call, append = prepare(
+    operator, call, new_rows = prepare(
         *(query, key_cache, value_cache, cache_seqlens, key, value, key_scales, value_scales),
         *(block_table, cache_batch_idx, cache_leftpad, is_causal, scale, window, softcap),
         *(alibi_slopes, sinks, relative_bias, mask, rotary_cos, rotary_sin, rotary_interleaved),
         *(rotary_positions, layout, return_lse),
     )
     if signature is not None:
-        plan = _keep(signature, (*tensors, *tables), call, append)
-        if plan is not None:
-            return _planned(plan, tensors, *others)
-    if append is not None:
+        plan = _keep(signature, (*tensors, *tables), call, new_rows)
+    if new_rows is not None:
         if compat.exports_onnx():
             raise compat.not_in_onnx(_OP, "it writes to its cache")
         if not torch.compiler.is_compiling() and dispatch.forced.get():
             operator.choose(call)  # raises before anything is written
-        rotated = append_to_cache(*append)
+        rotated = append(*new_rows)
         call = call if rotated is None else (rotated, *call[1:])
-    return _returned(operator(*call), layout, return_lse)
+    results = operator(*call) if plan is None else plan.all(call[:-1], call[-1])
+    return _returned(results, layout, return_lse)
 
 
 def _keep(
     signature: bytes,
     tensors: tuple[Any, ...],  # of the public call
     call: tuple[Any, ...],  # the operator's arguments
-    append: tuple[Any, ...] | None,
+    new_rows: tuple[Any, ...] | None,  # the arguments of append(), or None
 ) -> Plan | None:
     """Keep and return the plan of a call that the complete path prepared."""
     query, key_cache, value_cache, _, _, _, table, entries, leftpad, slopes, sinks, *scales = (
@@ -195,10 +194,10 @@ def _keep(
     )
     if compat.any_requires_grad(*tensors):
         return None
-    if append is not None:
+    if new_rows is not None:
         if entries is not None:  # each call must check that it names no entry twice
             return None
-        if dispatch.choose("append_to_cache", *append) != "cpu":
+        if dispatch.choose("append_to_cache", *new_rows) != "cpu":
             return None
     biases = (slopes, sinks, None, None, leftpad, *scales[:2])
     in_order = (query, key_cache, value_cache, None, table, entries, *biases)
@@ -272,7 +271,7 @@ def _returned(results: tuple[Tensor, Tensor], layout: str, return_lse: bool) -> 
 
 
 def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...] | None]:
-    """Validate; return the operator, its arguments, and the arguments of the append or None."""
+    """Validate; return the operator, its arguments, and the arguments of append() or None."""
     query, key_cache, value_cache = args.query, args.key_cache, args.value_cache
     key, value, layout = args.key, args.value, args.layout
     if layout not in _LAYOUTS:
@@ -294,8 +293,9 @@ def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...] | No
     checks.check_dtypes(_OP, query, query, query)
     if key is not None:
         check_memory(key_cache=key_cache, value_cache=value_cache)
-    caches = (key_cache, value_cache, layout, key, value)
-    scales = check_scales(args.key_scales, args.value_scales, *caches)
+    scales, caches = (args.key_scales, args.value_scales), (key_cache, value_cache)
+    if any(x is not None for x in scales) or any(x.dtype in QUANTISED for x in caches):
+        scales = check_scales(*scales, *caches, layout, key, value)
     checks.check_flag(_OP, "is_causal", args.is_causal)
     checks.check_flag(_OP, "return_lse", args.return_lse)
     if layout == "bnhd":
@@ -361,14 +361,14 @@ def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...] | No
     scores = checks.score_options(_OP, query, *of_scores)
     tables = (args.rotary_cos, args.rotary_sin, args.rotary_positions)
     rotary = check_rotary(*tables, args.rotary_interleaved, query, new, lengths)
-    append = None
+    new_rows = None
     if new is not None:
         if args.rotary_cos is not None and scales[0] is not None:
             check_rotated(*scales)
         where = (lengths, table, entries)
         tensors = (key_cache, value_cache, *new, *where, *rotary, *scales, leftpad)
         interleaved = args.rotary_interleaved and args.rotary_cos is not None
-        append = (tensors, AppendOptions(interleaved))
+        new_rows = (tensors, AppendOptions(interleaved))
         lengths = lengths + added
     of_distances = mask_program = None
     if args.relative_bias is not None:
@@ -377,7 +377,7 @@ def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...] | No
         mask_program = masks.cache_program(_OP, args.mask, query, capacity, lengths)
     biases = (slopes, sinks, of_distances, mask_program, leftpad, *scales)
     tensors = (query, key_cache, value_cache, lengths, table, entries, *biases)
-    return decode, (*tensors, DecodeOptions(**scores)), append
+    return decode, (*tensors, DecodeOptions(**scores)), new_rows
 
 
 prepare = with_arguments_of(decode_attention, _prepare)
@@ -392,25 +392,6 @@ def fold_table(bias: Any, query: Tensor, lengths: Tensor, capacity: int) -> Tens
     longest = int(lengths.max()) if lengths.shape[0] else 0
     of = f"{q_len} queries and {longest} keys"
     return fold_distances(_OP, bias, query, max(longest, q_len, 1) - 1, (of,))
-
-
-def check_new(
-    key: Tensor,
-    value: Tensor,
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    cache_seqlens: Any,
-) -> None:
-    if cache_seqlens is None:
-        raise ValueError(f"{_OP}: key and value need cache_seqlens, the positions to append at")
-    length = key.shape[2]
-    for name, x, cache in (("key", key, key_cache), ("value", value, value_cache)):
-        want = (query.shape[0], cache.shape[1], length, cache.shape[3])
-        if tuple(x.shape) != want:
-            raise ValueError(
-                f"{_OP}: {name} must have shape {want} (as bhnd), got {tuple(x.shape)}"
-            )
 
 
 def _check_batch(name: str, x: Tensor, batch: int) -> None:
@@ -470,3 +451,42 @@ def _wrong_length(
         f"{_OP}: cache_seqlens must be at least 0, and{more} at most {capacity} keys per sequence"
         f"{room}, got {length}"
     )
+
+
+# --- the operator -----------------------------------------------------------------------------
+
+
+def _no_gradient(*_: Any) -> Any:
+    raise RuntimeError("decode_attention has no gradient: it is for inference")
+
+
+def _pairs(
+    query: Tensor, key_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None, *rest: Any
+) -> int:
+    """The visible pairs by the lengths; a cache of unknown length counts as full."""
+    batch, heads, q_len, _ = query.shape
+    cache_leftpad, options = rest[5], rest[-1]
+    pages = 1 if block_table is None else block_table.shape[1]
+    filled = values(cache_seqlens) or [pages * key_cache.shape[2]] * batch
+    pads = (None if cache_leftpad is None else values(cache_leftpad)) or [0] * batch
+    window = options.window_left, options.window_right
+    return heads * sum(
+        visible_pairs(q_len, end - pad, end - pad - q_len, *window)
+        for end, pad in zip(filled, pads, strict=True)
+    )
+
+
+decode = Operator(
+    "decode_attention",
+    "query: B Hq Lq D; key_cache: E Hkv N D; value_cache: E Hkv N Dv; cache_seqlens: B; "
+    "block_table?: B *; cache_batch_idx?: B; alibi_slopes?: B|1 Hq; sinks?: 1 Hq; "
+    "relative_bias?: 1 Hq *; mask_program?; cache_leftpad?: B; key_scales?: E Hkv N; "
+    "value_scales?: E Hkv N; Hq % Hkv",
+    "out: B Hq Lq Dv; lse: B Hq Lq",
+    options=DecodeOptions,
+    out_like="query",
+    formula=_no_gradient,
+    folds=False,
+    flops=flops_of_pairs(_pairs),
+    derived={"scale": lambda query, *_: default_scale(query.shape[-1])},
+)

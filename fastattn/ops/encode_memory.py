@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastattn import checks
-from fastattn.autograd.encode_memory import encode
-from fastattn.backends.primitives import EncodeMemoryOptions
+from fastattn._derivative import Derivative
+from fastattn.backends.primitives import EncodeMemoryBackwardOptions, EncodeMemoryOptions
 from fastattn.call import Plans, with_arguments_of
-from fastattn.eager import is_unintercepted
+from fastattn.compat import is_unintercepted
 from fastattn.library import Operator
 from fastattn.ops._sparse_rows import used_rows
 
@@ -77,13 +78,12 @@ def encode_memory(
         IndexError: a token that is neither ``padding_idx`` nor in [0, V); nothing is read.
     """
     signature, plan = plans.find((tokens, weight, temporal), encoding, padding_idx, sparse)
-    if plan is None:
-        operator, arguments = prepare(tokens, weight, encoding, temporal, padding_idx, sparse)
-        plan = plans.keep(signature, operator, arguments, (tokens, weight, None, temporal))
     if plan is not None:
         factors = _factors(encoding, tokens.shape[-1], weight)
         return plan.all((tokens, weight, factors, temporal))
-    out: Tensor = operator(*arguments).squeeze(0)  # [B, G, N, D]
+    operator, call = prepare(tokens, weight, encoding, temporal, padding_idx, sparse)
+    out = plans.complete(signature, operator, call, (tokens, weight, None, temporal))
+    out = out.squeeze(0)  # [B, G, N, D]
     return out.squeeze(1) if weight.ndim == 2 else out
 
 
@@ -190,3 +190,64 @@ def _check(tokens: Tensor, weight: Tensor, temporal: Tensor | None, padding_idx:
             f"temporal must be {'[N, D]' if weight.ndim == 2 else '[G, N, D]'} = {list(shape)}, "
             f"got shape {tuple(temporal.shape)}"
         )
+
+
+# --- the operator -----------------------------------------------------------------------------
+
+
+def _fake_backward(
+    grad: Tensor, tokens: Tensor, factors: Tensor, options: EncodeMemoryBackwardOptions
+) -> tuple[Tensor, Tensor]:
+    models, _, tables, slots, dim = grad.shape
+    return (
+        grad.new_empty((models, tables, options.rows, dim)),
+        grad.new_empty((models, tables, slots, dim) if options.temporal else (0,)),
+    )
+
+
+def _of_call(
+    tokens: Tensor,
+    weight: Tensor,
+    factors: Tensor,
+    temporal: Tensor | None,
+    options: EncodeMemoryOptions,
+) -> EncodeMemoryBackwardOptions:
+    return EncodeMemoryBackwardOptions(
+        rows=weight.shape[-2], temporal=temporal is not None, padding_idx=options.padding_idx
+    )
+
+
+def _flops(results: Any, tokens: Tensor, *rest: Any, backward: bool = False) -> int:
+    out = results[0] if isinstance(results, list) else results
+    return int(out.numel() * (2 * tokens.shape[-1] + 1))
+
+
+class _Backward(Operator):
+    def lifted(self, tensors: Sequence[Any]) -> list[Any]:
+        """Add the dimension of models R, and for a single table G, which a plan omits."""
+        grad, tokens, factors = tensors
+        if grad.dim() < 5:
+            grad = grad[None] if grad.dim() == 4 else grad[None, :, None]
+        return [grad, tokens if tokens.dim() == 4 else tokens[None], factors]
+
+
+encode = Operator(
+    "encode_memory",
+    "tokens: R B N J; weight: R G V D; factors: J D; temporal?: R G N D",
+    "out: R B G N D",
+    options=EncodeMemoryOptions,
+    # dA[x_ij] += l_j o dm_i, dT_i += dm_i; l is a constant.
+    derivative=Derivative(
+        grads="out",
+        reads="tokens factors",
+        gives="weight temporal",
+        options=EncodeMemoryBackwardOptions,
+        opaque="factors",
+        operator=_Backward,
+        fake=_fake_backward,
+        of_call=_of_call,
+    ),
+    flops=_flops,
+    opaque=("factors",),
+    checked_by=("cpu",),
+)

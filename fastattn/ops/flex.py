@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from fastattn import checks, compat, dispatch, masks
+from fastattn._derivative import Derivative
+from fastattn._flops import flops_of_pairs
 from fastattn._untraced import untraced
-from fastattn.autograd.flex import attention
-from fastattn.autograd.sdpa import default_scale
 from fastattn.backends._score_program import Op
 from fastattn.backends.primitives import FlexOptions
 from fastattn.call import Plans, with_arguments_of
-from fastattn.compat import constant_for_compiler
-from fastattn.eager import is_unintercepted
+from fastattn.checks import default_scale
+from fastattn.compat import constant_for_compiler, is_unintercepted
+from fastattn.library import Operator
 from fastattn.masks import values_of
 from fastattn.ops import sdpa
 from fastattn.ops._score_compile import Graph
@@ -169,9 +170,11 @@ def _attend(
     else:
         *tensors, scale = _checked(*given, *options)
         call = (*_operands(tensors, traced, data, block_mask), FlexOptions(scale))
-        if all(x is y for x, y in zip(call, given, strict=False)):
-            plans.keep(signature, attention, call, (*given, None, None, None), (*given, data))
-        results = attention(*call) if wants_lse else attention(*call)[0]
+        if any(x is not y for x, y in zip(call, given, strict=False)):
+            signature = None
+        originals, inputs = (*given, None, None, None), (*given, data)
+        results = plans.complete(signature, attention, call, originals, inputs)
+        results = results if wants_lse else results[0]
     if not wants_lse:
         return results
     out, lse = results
@@ -411,3 +414,32 @@ def _prepare(args: Any) -> tuple[Any, tuple[Any, ...], list[str]]:
 
 
 prepare = with_arguments_of(flex_attention, _prepare)
+
+
+# --- the operator -----------------------------------------------------------------------------
+
+
+def _pairs(query: Tensor, key: Tensor, *_: Any) -> int:
+    """All pairs: which of them are visible depends on values."""
+    return query.shape[:3].numel() * key.shape[2]
+
+
+attention = Operator(
+    "flex_attention",
+    "query: B Hq Lq D; key: B Hkv Lk D; value: B Hkv Lk Dv; score_program: *; score_data?: *; "
+    "mask_program?; Hq % Hkv",
+    "out: B Hq Lq Dv; lse: B Hq Lq",
+    options=FlexOptions,
+    out_like="query",
+    derivative=Derivative(
+        grads="out lse",
+        reads="query key value score_program out lse score_data mask_program",
+        gives="query key value score_data",
+        in_order="query key value",
+        options=FlexOptions,
+    ),
+    flops=flops_of_pairs(_pairs),
+    not_in_onnx={"": "its steps are in a tensor; export the model instead of its graph"},
+    checked_by=("cpu",),
+    derived={"scale": lambda query, *_: default_scale(query.shape[-1])},
+)

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastattn import checks, compat
+from fastattn._derivative import Derivative
+from fastattn._flops import attention_flops, values
 from fastattn._gradient import in_one_node
 from fastattn._seed import draw_seed
-from fastattn.autograd.hopfield import hopfield_states
-from fastattn.autograd.memory_hops import share
-from fastattn.autograd.sdpa import NO_TERMS, attention
-from fastattn.backends.primitives import HopfieldOptions
+from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions
 from fastattn.call import Plan, Plans, only_viewed, plan_of, with_arguments_of
 from fastattn.checks import shape_of
 from fastattn.compat import any_requires_grad
 from fastattn.library import Operator
 from fastattn.ops import sdpa
+from fastattn.ops._disentangled import NO_TERMS
+from fastattn.ops.memory_hops import share
+from fastattn.ops.sdpa import attention
 
 _NAME = "hopfield_retrieve"
 plans = Plans(rows=3)
 _STOPS = ("query", "head")
 _GRADS = ("unroll", "implicit", "one_step")
-_in_one_node = in_one_node(hopfield_states.gradient, attention.gradient)
 _SHAPES = {2: "[L, D]", 3: "[B, L, D]", 4: "[B, H, L, D]"}
 
 
@@ -447,3 +449,42 @@ def _check_projection(projection: Tensor, stored: Tensor) -> None:
             f"{_NAME}: projection must have the shape of stored, {shape_of(stored)}, except in "
             f"the last dimension, got {shape_of(projection)}"
         )
+
+
+# --- the operator -----------------------------------------------------------------------------
+
+
+def _work(state: Tensor, stored: Tensor, taken: Tensor, options: HopfieldOptions) -> int:
+    """The number of multiplications of states and stored patterns in all steps."""
+    steps = values(taken.flatten())
+    if steps is not None:
+        total = sum(map(abs, steps))
+    else:  # all allowed steps; one step without a limit
+        total = taken.numel() * (options.steps_max if options.steps_max >= 0 else 1)
+    return total * stored.shape[1] * stored.shape[2]
+
+
+def _flops(
+    results: Sequence[Any], state: Tensor, stored: Tensor, *rest: Any, backward: bool = False
+) -> int:
+    return attention_flops(_work(state, stored, results[1], rest[-1]), 1, 1, backward=backward)
+
+
+hopfield_states = Operator(
+    "hopfield_retrieve",
+    "state: G Q D; stored: G N D; keys?: G N D; mask?: G|1 Q|1 N|1; bias?: G|1 Q|1 N|1",
+    "out: G Q D; taken: G Q; ends: G Q * D",  # the last two states, or all if they are kept
+    options=HopfieldOptions,
+    sizes=lambda options, known: {"*": 2},
+    derivative=Derivative(
+        grads="out",
+        # Not the states: the backward repeats the steps.
+        reads="state stored keys mask bias taken ends",
+        gives="state stored keys bias",
+        options=HopfieldBackwardOptions,
+        keeps="trace stats",
+    ),
+    flops=_flops,
+    not_in_onnx={"state": "the number of steps depends on values"},
+)
+_in_one_node = in_one_node(hopfield_states.gradient, attention.gradient)

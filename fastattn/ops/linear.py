@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastattn import compat, dispatch, evidence
-from fastattn.autograd.linear import linear as operator
-from fastattn.backends.primitives import LinearOptions
-from fastattn.eager import runs_eagerly
+from fastattn._derivative import Derivative
+from fastattn._flops import product_flops
+from fastattn.backends.primitives import LinearBackwardOptions, LinearOptions
+from fastattn.compat import runs_eagerly
 from fastattn.library import Operator, watchers
 
 _OPTIONS, _OURS = LinearOptions(), LinearOptions(gemm="ours")
@@ -158,3 +159,25 @@ def products_are_scalar(dtype: torch.dtype) -> bool:
         return False
     native = dispatch.load("cpu")
     return not isinstance(native, str) and native.rule(dtype).y == "ours"
+
+
+# --- the operator -----------------------------------------------------------------------------
+
+
+def _flops(results: Any, x: Tensor, weight: Tensor, *rest: Any, backward: bool = False) -> int:
+    return product_flops(x.numel() * weight.shape[0], backward)
+
+
+operator = Operator(
+    "linear",
+    "x: M K; weight: N K; bias?: N",
+    "out: M N",
+    options=LinearOptions,
+    derivative=Derivative(
+        grads="out",
+        reads="x weight bias",
+        gives="x weight bias",
+        options=LinearBackwardOptions,
+    ),
+    flops=_flops,
+)

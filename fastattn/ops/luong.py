@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from fastattn import checks
-from fastattn.autograd.local_attention import local_attention
+from fastattn._derivative import Derivative
+from fastattn._flops import flops_of_pairs
 from fastattn.backends._lost import nan_where_lost
 from fastattn.backends.primitives import LocalOptions
 from fastattn.call import Plans
+from fastattn.library import Operator
 from fastattn.ops.additive import additive_attention
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
@@ -114,8 +116,8 @@ def luong_attention(
             kept = torch.nn.functional.dropout(ones, dropped)
         call = (query, key, value, center, key_padding_mask, kept)
         if plan is None:
-            plans.keep(signature, local_attention, (*call, options), (), tensors)
-            out, near = local_attention(*call, options)
+            arguments = (*call, options)
+            out, near = plans.complete(signature, local_attention, arguments, (), tensors)
         elif need_weights:
             out, near = plan.all(call)
         else:
@@ -345,3 +347,29 @@ def _check(
             f"{_NAME}: positions must be broadcastable to [B, Tq] = {tuple(shape)}, "
             f"got {tuple(positions.shape)}"
         )
+
+
+# --- the operator -----------------------------------------------------------------------------
+
+
+def _pairs(query: Tensor, key: Tensor, *rest: Any) -> int:
+    """The pairs of whole windows, because the existing keys depend on the positions."""
+    return query.shape[0] * query.shape[1] * min(2 * rest[-1].reach + 1, key.shape[1])
+
+
+local_attention = Operator(
+    "local_attention",
+    "query: B Lq D; key: B Lk D; value: B Lk Dv; positions: B Lq; padding?: B Lk; factor?: B Lq W",
+    "out: B Lq Dv; weights: B Lq W",
+    options=LocalOptions,
+    sizes=lambda options, known: {"W": options.rows(known["Lk"])},
+    derivative=Derivative(
+        grads="out weights",
+        reads="query key value positions padding factor weights",
+        gives="query key value positions",
+        options=LocalOptions,
+    ),
+    flops=flops_of_pairs(_pairs),
+    opaque=("factor",),
+    checked_by=("cpu",),
+)

@@ -1,26 +1,30 @@
-"""Scaled dot-product attention: the specification, and the conversion of PyTorch's arguments."""
+"""Scaled dot-product attention: the specification, and the folding of PyTorch's arguments."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastattn import checks, compat, masks
+from fastattn import checks, compat, dispatch, masks
+from fastattn._derivative import Derivative
+from fastattn._flops import flops_of_pairs, visible_pairs
 from fastattn._seed import draw_seed
-from fastattn.autograd.sdpa import NO_TERMS, attention
-from fastattn.backends.primitives import AttentionOptions
+from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
 from fastattn.bias import T5, Decomposed2d, Disentangled, Window2d
-from fastattn.call import Plan, Plans, with_arguments_of
+from fastattn.call import Plan, Plans, with_arguments_of, with_seed
+from fastattn.checks import default_scale, expands_to, name_of
 from fastattn.library import Operator
 from fastattn.ops import _jagged
-from fastattn.ops import _sdpa_arguments as arguments
-from fastattn.ops._disentangled import fold_image, fold_terms
-from fastattn.ops._relative_bias import fold_relative_bias, largest, split_bias
+from fastattn.ops._disentangled import NO_TERMS
+from fastattn.ops._relative_bias import fold_bias, split_bias
 
 _NAME = "scaled_dot_product_attention"
+_FLAGS = ("is_causal", "enable_gqa", "return_lse", "need_weights", "average_weights")
+_NO_BIAS = (None, None, *NO_TERMS)
 plans = Plans(rows=3)
 
 
@@ -175,18 +179,17 @@ def scaled_dot_product_attention(
     if generator is None:
         options = (dropout_p, is_causal, scale, enable_gqa, window, softcap, causal_alignment)
         signature, plan = plans.find((*tensors, *tables), *kind, mask is None, *options, *flags)
-    if plan is None:
-        operator, call, folding = prepare(
-            *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
-            *(window, softcap, alibi_slopes, sinks, relative_bias, mask),
-            *(causal_alignment, generator, *flags),
-        )
-        plan = keep(signature, (*tensors, *tables), operator, call)
     if plan is not None:
         biases = (relative_bias, mask)
         return planned(plan, *tensors, *biases, causal_alignment, return_lse, need_weights)
+    operator, call, folding = prepare(
+        *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
+        *(window, softcap, alibi_slopes, sinks, relative_bias, mask),
+        *(causal_alignment, generator, *flags),
+    )
+    call = with_seed(operator, call, generator)
     # Jagged tensors have no weights.
-    out, lse, *weights = operator(*checks.with_seed(operator, call, generator))
+    out, lse, *weights = complete(signature, (*tensors, *tables), operator, call)
     out = folding.restore(out)
     if not return_lse and not need_weights:
         return out
@@ -198,19 +201,20 @@ def scaled_dot_product_attention(
     return tuple(results)
 
 
-def keep(
+def complete(
     signature: bytes | None, tensors: tuple[Any, ...], operator: Operator, call: tuple[Any, ...]
-) -> Plan | None:
-    """Keep and return the plan of a call, unless its dimensions were folded or its heads repeated.
+) -> Any:
+    """All results of a call that the complete path prepared, and keep its plan.
 
-    The query may be another one: with ``content_bias`` added.
+    Calls whose dimensions were folded, or whose heads were repeated, have no plan. The query may be
+    another one: with ``content_bias`` added.
     """
-    if signature is None or call[0].shape != tensors[0].shape:
-        return None
-    if call[1] is not tensors[1] or call[2] is not tensors[2]:
-        return None
+    if signature is not None:
+        _, key, value, *_ = tensors
+        if call[0].shape != tensors[0].shape or call[1] is not key or call[2] is not value:
+            signature = None
     in_order = (None, *tensors[1:5], None, tensors[5])
-    return plans.keep(signature, operator, call, in_order, tensors)
+    return plans.complete(signature, operator, call, in_order, tensors)
 
 
 def planned(
@@ -236,7 +240,7 @@ def planned(
     if attn_mask is not None and attn_mask.requires_grad:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     if relative_bias is not None:
-        query, of_bias = _fold_bias(relative_bias, query, key, options.offset)
+        query, of_bias = fold_bias(_NAME, relative_bias, query, key, options.offset)
     if mask is not None:
         program = masks.program(_NAME, mask, query, key.shape[2], options.offset)
     if options.dropout_p:
@@ -254,16 +258,16 @@ def planned(
 
 def _prepare(
     args: Any,  # the arguments of the public function
-) -> tuple[Operator, tuple[Any, ...], arguments.Folding | _jagged.JaggedFolding]:
+) -> tuple[Operator, tuple[Any, ...], Folding | _jagged.JaggedFolding]:
     """Validate; return the operator, its arguments with None for the seed, and the folding.
 
     All errors are raised here, before any computation.
     """
-    if _jagged.is_jagged(args.query):
+    if checks.is_jagged(args.query):
         return _jagged.prepare(args)
     query, key, value = args.query, args.key, args.value
-    arguments.check_tensors(query, key, value)
-    arguments.check_flags(args)
+    _check_tensors(query, key, value)
+    _check_flags(args)
     dropout_p, attn_mask = args.dropout_p, args.attn_mask
     is_causal, causal_alignment = args.is_causal, args.causal_alignment
     if dropout_p != 0.0 or type(dropout_p) is not float:
@@ -273,38 +277,28 @@ def _prepare(
     if args.generator is not None:
         checks.check_generator(_NAME, args.generator, query.device)
     if attn_mask is not None and checks.is_causal_bias(attn_mask):
-        causal_alignment = arguments.causal_alignment_of(
-            attn_mask, query, key, is_causal, causal_alignment
-        )
+        causal_alignment = _alignment_of(attn_mask, query, key, is_causal, causal_alignment)
         attn_mask, is_causal, scores["window_right"] = None, True, 0
-    arguments.check_combinations(
-        attn_mask, is_causal, args.need_weights, args.average_weights, causal_alignment
-    )
+    _check_combinations(args, attn_mask, is_causal, causal_alignment)
 
     query, key, value = checks.autocast(query, key, value)
     checks.check_dtypes(_NAME, query, key, value)
-    query, key, value, folding = arguments.fold(query, key, value, args.enable_gqa)
+    query, key, value, folding = _fold(query, key, value, args.enable_gqa)
     if attn_mask is not None:
-        attn_mask = arguments.fold_mask(attn_mask, query, key.shape[2], folding)
+        attn_mask = _fold_mask(attn_mask, query, key.shape[2], folding)
     slopes = args.alibi_slopes
     if slopes is not None:
-        slopes = arguments.fold_slopes(slopes, query, folding)
+        slopes = _fold_slopes(slopes, query, folding)
     sinks = args.sinks
     if sinks is not None:
-        sinks = checks.check_sinks(
-            _NAME,
-            sinks,
-            query,
-            query.shape[1],
-            wrong_dtype=RuntimeError,
-            wrong_shape=RuntimeError,
-        )
+        heads, error = query.shape[1], RuntimeError
+        sinks = checks.check_sinks(_NAME, sinks, query, heads, wrong_dtype=error, wrong_shape=error)
 
     offset = key.shape[2] - query.shape[2] if causal_alignment == "bottom_right" else 0
     mask_program = None
     of_bias: Sequence[Tensor | None] = _NO_BIAS
     if args.relative_bias is not None:
-        query, of_bias = _fold_bias(args.relative_bias, query, key, offset)
+        query, of_bias = fold_bias(_NAME, args.relative_bias, query, key, offset)
     if args.mask is not None:
         mask_program = masks.program(_NAME, args.mask, query, key.shape[2], offset)
     if query.shape[3] == 0:  # every score is 0, as with a column of zeros
@@ -325,21 +319,270 @@ def _prepare(
     return attention, (query, key, value, *biases, options), folding
 
 
-_NO_BIAS = (None, None, *NO_TERMS)
-
-
-def _fold_bias(
-    bias: Any, query: Tensor, key: Tensor, offset: int
-) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """The query, to which a bias of content may be added, and the operands: a table of distances,
-    positions, and the terms of content."""
-    if type(bias) is Disentangled:
-        farthest = largest(query.shape[2] - 1 + offset, key.shape[2] - 1 - offset, 0)
-        query, terms = fold_terms(_NAME, bias, query, key, farthest)
-        return query, (None, None, *terms)
-    if type(bias) is Decomposed2d:
-        return query, (None, None, *fold_image(_NAME, bias, query, key.shape[2]))
-    return query, (*fold_relative_bias(_NAME, bias, query, key.shape[2], offset), *NO_TERMS)
-
-
 prepare = with_arguments_of(scaled_dot_product_attention, _prepare)
+
+
+# --- folding ----------------------------------------------------------------------------------
+
+
+class Folding(NamedTuple):
+    """How to restore the caller's leading dimensions from the primitive's [B, H, ...]."""
+
+    rank: int  # of the scores: 2 has no head, 3 no batch, more than 4 has several
+    batch: tuple[int, ...]  # the caller's batch dimensions, before the head
+
+    def restore(self, x: Tensor, has_head: bool = True) -> Tensor:
+        """[B, H, ...] -> the caller's leading dimensions; [B, ...] without a head."""
+        if self.rank == 4:
+            return x
+        if self.rank > 4:
+            return x.unflatten(0, self.batch)
+        return x[0, 0] if self.rank == 2 and has_head else x[0]
+
+
+def _check_tensors(query: Any, key: Any, value: Any) -> None:
+    for position, name, x in ((1, "query", query), (2, "key", key), (3, "value", value)):
+        checks.check_strided(_NAME, name, x, position)
+        if x.dim() < 2:
+            raise RuntimeError(
+                f"{_NAME}: {name} must have at least 2 dimensions, got shape {tuple(x.shape)}"
+            )
+    if not query.device == key.device == value.device:
+        raise RuntimeError(
+            f"{_NAME}: query, key and value must be on the same device, "
+            f"got {query.device}, {key.device} and {value.device}"
+        )
+
+
+def _fold(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, Folding]:
+    """Return query [B, Hq, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv], without copies.
+
+    Copies are needed only if several batch dimensions broadcast, or if key and value have
+    different numbers of heads.
+    """
+    qs, ks, vs = query.shape, key.shape, value.shape
+    if qs[-1] != ks[-1]:
+        raise RuntimeError(
+            f"{_NAME}: query and key must have the same last dimension, "
+            f"got shapes {tuple(qs)} and {tuple(ks)}"
+        )
+    if ks[-2] != vs[-2]:
+        raise RuntimeError(
+            f"{_NAME}: key and value must have the same length (dimension -2), "
+            f"got shapes {tuple(ks)} and {tuple(vs)}"
+        )
+    ranks = len(qs), len(ks), len(vs)
+    if enable_gqa and min(ranks) < 3:
+        raise IndexError(
+            f"{_NAME}: enable_gqa=True needs a head dimension (dimension -3) in query, key and "
+            f"value, got shapes {tuple(qs)}, {tuple(ks)} and {tuple(vs)}"
+        )
+    if ranks == (4, 4, 4) and qs[0] == ks[0] == vs[0]:
+        batch: tuple[int, ...] = (qs[0],)
+    else:
+        batch = _common_shape("batch dimensions", qs[:-3], ks[:-3], vs[:-3])
+        query, key, value = (_fold_batch(x, batch) for x in (query, key, value))
+    if not query.shape[1] == key.shape[1] == value.shape[1]:
+        query, key, value = (_group_heads if enable_gqa else _broadcast_heads)(query, key, value)
+    return query, key, value, Folding(max(ranks), batch)
+
+
+def _fold_batch(x: Tensor, batch: tuple[int, ...]) -> Tensor:
+    """[*, H, L, D] -> [B, H, L, D], where B is the product of ``batch``."""
+    if x.dim() == 2:
+        x = x.unsqueeze(0)
+    rows = x.shape[-3:]
+    return x.expand(*batch, *rows).reshape(math.prod(batch), *rows)
+
+
+def _broadcast_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Broadcast the heads. A single head of key and value is kept: all query heads share it."""
+    q_heads, k_heads, v_heads = query.shape[1], key.shape[1], value.shape[1]
+    what = "numbers of heads (dimension -3)"
+    (heads,) = _common_shape(what, (q_heads,), (k_heads,), (v_heads,))
+    if q_heads != heads:
+        query = query.expand(-1, heads, -1, -1)
+    if k_heads != v_heads:
+        key, value = key.expand(-1, heads, -1, -1), value.expand(-1, heads, -1, -1)
+    return query, key, value
+
+
+def _group_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    heads = query.shape[1]
+    for name, x in (("key", key), ("value", value)):
+        n = x.shape[1]
+        if heads % n if n else heads:
+            raise RuntimeError(
+                f"{_NAME}: with enable_gqa=True the number of heads of {name} must divide that of "
+                f"query, got {n} and {heads}"
+            )
+    if key.shape[1] == value.shape[1]:
+        return query, key, value
+    return query, _repeat_heads(key, heads), _repeat_heads(value, heads)
+
+
+def _repeat_heads(x: Tensor, heads: int) -> Tensor:
+    n = x.shape[1]
+    if n == heads:  # also for 0 heads
+        return x
+    return x.expand(-1, heads, -1, -1) if n == 1 else x.repeat_interleave(heads // n, 1)
+
+
+# --- bias and options ------------------------------------------------------------------------
+
+
+def _fold_mask(mask: Any, query: Tensor, k_len: int, folding: Folding) -> Tensor:
+    """Return the mask as [B|1, Hq|1, Lq|1, Lk|1]."""
+    mask = checks.check_mask(_NAME, mask, query)
+    _, heads, q_len, _ = query.shape
+    scores = (*folding.batch, heads, q_len, k_len)[-folding.rank :]
+    shape = mask.shape
+    if not expands_to(shape, scores):
+        raise RuntimeError(
+            f"{_NAME}: attn_mask must be broadcastable to the scores {scores}, got {tuple(shape)}"
+        )
+    if len(shape) < 4:
+        return mask.view((1,) * (4 - len(shape)) + tuple(shape))
+    return mask if folding.rank == 4 else _fold_leading(mask, 3, folding.batch)
+
+
+def _alignment_of(bias: Any, query: Tensor, key: Tensor, is_causal: Any, alignment: Any) -> str:
+    """Return the ``causal_alignment`` that makes ``is_causal`` equal to this bias."""
+    if is_causal:
+        raise ValueError(f"{_NAME}: CausalBias should not be used with causal=True")
+    if alignment != "upper_left":
+        raise ValueError(f"{_NAME}: causal_alignment must be left out with a CausalBias")
+    lengths = getattr(bias, "seq_len_q", None), getattr(bias, "seq_len_kv", None)  # None: a view
+    expected = query.shape[-2], key.shape[-2]
+    if lengths != expected:
+        raise RuntimeError(
+            f"{_NAME}: attn_mask must be a CausalBias of the lengths of query and key, {expected}, "
+            f"got {lengths}"
+        )
+    return "bottom_right" if bias.variant.name == "LOWER_RIGHT" else "upper_left"
+
+
+def _fold_slopes(slopes: Any, query: Tensor, folding: Folding) -> Tensor:
+    """Return the slopes as [B|1, Hq], float32 (float64 for float64)."""
+    checks.check_strided(_NAME, "alibi_slopes", slopes)
+    if not slopes.is_floating_point():
+        raise RuntimeError(f"{_NAME}: alibi_slopes must be floating, got {name_of(slopes)}")
+    checks.check_device(_NAME, "alibi_slopes", slopes, query.device)
+    heads = query.shape[1]
+    full = (*folding.batch, heads)
+    if slopes.dim() == 0 or slopes.shape[-1] != heads or not expands_to(slopes.shape, full):
+        raise RuntimeError(
+            f"{_NAME}: alibi_slopes must have shape {(heads,)} or {full}, got {tuple(slopes.shape)}"
+        )
+    slopes = slopes.to(torch.promote_types(query.dtype, torch.float32))
+    return slopes[None] if slopes.dim() == 1 else _fold_leading(slopes, 1, folding.batch)
+
+
+def _fold_leading(x: Tensor, kept: int, batch: tuple[int, ...]) -> Tensor:
+    """Fold all but the last ``kept`` dimensions into one, of size 1 or the product of ``batch``."""
+    rows = x.shape[-kept:]
+    if all(n == 1 for n in x.shape[:-kept]):
+        return x.reshape(1, *rows)
+    return x.expand(*batch, *rows).reshape(math.prod(batch), *rows)
+
+
+def _check_flags(args: Any) -> None:
+    for name in _FLAGS:
+        checks.check_flag(_NAME, name, getattr(args, name))
+
+
+def _check_combinations(args: Any, attn_mask: Any, is_causal: bool, alignment: Any) -> None:
+    if attn_mask is not None and is_causal:
+        raise RuntimeError(
+            f"{_NAME}: Explicit attn_mask should not be set when is_causal=True; "
+            "window=(-1, 0) adds the causal exclusion to a mask"
+        )
+    if args.average_weights and not args.need_weights:
+        raise ValueError(f"{_NAME}: average_weights=True needs need_weights=True")
+    if alignment != "upper_left" and alignment != "bottom_right":
+        raise ValueError(
+            f"{_NAME}: causal_alignment must be 'upper_left' or 'bottom_right', got {alignment!r}"
+        )
+
+
+# --- shared ----------------------------------------------------------------------------------
+
+
+def _common_shape(what: str, *shapes: Sequence[int]) -> tuple[int, ...]:
+    first = tuple(shapes[0])
+    if all(tuple(shape) == first for shape in shapes[1:]):
+        return first
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        listed = ", ".join(str(tuple(shape)) for shape in shapes)
+        raise RuntimeError(
+            f"{_NAME}: the {what} of query, key and value must be broadcastable, got {listed}"
+        ) from None
+
+
+# --- the operator -----------------------------------------------------------------------------
+
+
+def _pairs(query: Tensor, key: Tensor, *rest: Any) -> int:
+    """The visible pairs by the sizes and the window."""
+    (batch, heads, q_len, _), options = query.shape, rest[-1]
+    offset = _last_at_last(query, key) if options.offset is None else options.offset
+    window = (offset, options.window_left, options.window_right)
+    return batch * heads * visible_pairs(q_len, key.shape[2], *window)
+
+
+def _last_at_last(query: Tensor, key: Tensor, *_: Any) -> int:
+    """The offset that aligns the last query with the last key."""
+    return key.shape[2] - query.shape[2]
+
+
+class _Backward(Operator):
+    def _run(self, backend: str, tensors: Sequence[Any], options: Any) -> Any:
+        _, grad_lse, _, *of_forward = tensors
+        if backend != "torch" or grad_lse is None:
+            return super()._run(backend, tensors, options)
+        return compat.run_outside(self._by_ours, tensors, of_forward, options)
+
+    def _by_ours(self, tensors: Sequence[Any], of_forward: Sequence[Any], options: Any) -> Any:
+        """Differentiate lse, which PyTorch's kernel cannot, by fastattn's forward and backward."""
+        named = dict(zip(self.names[3:], of_forward, strict=True))
+        call = [named[name] for name in attention.names]
+        backend = dispatch.choose(attention.name, call, options, without="torch")
+        named["out"], named["lse"], _ = attention.run(*call, options, backend)
+        return super()._run(backend, (*tensors[:3], *named.values()), options)
+
+
+attention: Operator = Operator(
+    "scaled_dot_product_attention",
+    "query: B Hq Lq D; key: B Hkv Lk D; value: B Hkv Lk Dv; attn_mask?: B|1 Hq|1 Lq|1 Lk|1; "
+    "alibi_slopes?: B|1 Hq; seed?; sinks?: B|1 Hq; relative_bias?: B|1 Hq *; positions?: Lk; "
+    "mask_program?; position_query?: B Hq Lq D; query_table?: B|1 Hq N D; "
+    "key_table?: B|1 Hq N D; distance_buckets?: *; row_bias?: B Hq Lq *; "
+    "column_bias?: B Hq Lq *; Hq % Hkv",
+    "out: B Hq Lq Dv; lse: B Hq Lq; weights: B Hq Lq Lk / B Lq Lk",
+    options=AttentionOptions,
+    out_like="query",
+    derivative=Derivative(
+        grads="out lse weights",
+        # Not the weights: O(L) memory.
+        reads="query key value attn_mask alibi_slopes seed out lse "
+        "sinks relative_bias positions mask_program position_query query_table key_table "
+        "distance_buckets row_bias column_bias",
+        gives="query key value attn_mask sinks relative_bias position_query query_table key_table "
+        "row_bias column_bias",
+        in_order="query key value position_query",
+        options=AttentionBackwardOptions,
+        operator=_Backward,
+    ),
+    flops=flops_of_pairs(_pairs, operator=lambda: attention),
+    opaque=("alibi_slopes",),
+    checked_by=("cpu",),
+    derived={
+        "scale": lambda query, *_: default_scale(query.shape[-1]),
+        "offset": _last_at_last,
+    },
+)
+attention_backward = attention.backward

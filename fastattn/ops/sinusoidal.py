@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fastattn import checks
-from fastattn.autograd.sinusoidal import encode_positions
 from fastattn.backends.primitives import SinusoidalOptions
 from fastattn.call import Plan, Plans, with_arguments_of
 from fastattn.library import Operator
@@ -197,3 +197,31 @@ def locate(x: Tensor, offset: int | Tensor, positions: Tensor | None) -> tuple[i
     _check_positions("offset", offset, x, dims=2)
     rows = torch.arange(x.shape[-2], device=x.device)
     return 0, offset.to(torch.int64).unsqueeze(-1) + rows
+
+
+# --- the operator -----------------------------------------------------------------------------
+
+
+def _vmap(
+    info: Any, in_dims: Sequence[int | None], x: Tensor, positions: Tensor | None, *options: Any
+) -> tuple[Tensor, int]:
+    """Move the mapped dimension to the front; positions get it before the dimensions of x."""
+    x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
+    if positions is not None and in_dims[1] is not None:
+        positions = positions.movedim(in_dims[1], 0)
+        missing = x.ndim - 1 - positions.ndim
+        positions = positions.reshape(info.batch_size, *[1] * missing, *positions.shape[1:])
+    return encode_positions.dispatched(x, positions, *options), 0
+
+
+encode_positions = Operator(
+    "sinusoidal_encoding",
+    "x: ... L D; positions?",
+    "out: ... L D",
+    options=SinusoidalOptions,
+    fake=lambda x, *rest: torch.empty_like(x),
+    formula=lambda options, grad: grad if options.scale == 1.0 else grad * options.scale,
+    vmap=_vmap,
+    flops=lambda _, x, *rest: 2 * x.numel(),  # the scale, and the sum
+    not_in_onnx={"": "its frequencies are constants; export the model instead of its graph"},
+)

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from fastattn import checks, compat, masks
+from fastattn._derivative import Derivative
+from fastattn._flops import flops_of_pairs, values, visible_pairs
 from fastattn._seed import draw_seed
-from fastattn.autograd.varlen import packed_attention
 from fastattn.backends.primitives import VarlenOptions
 from fastattn.bias import T5, Disentangled
-from fastattn.call import Plan, Plans, with_arguments_of
-from fastattn.eager import runs_eagerly
+from fastattn.call import Plan, Plans, with_arguments_of, with_seed
+from fastattn.checks import default_scale
+from fastattn.compat import runs_eagerly
 from fastattn.library import Operator
 from fastattn.ops._disentangled import fold_terms
 from fastattn.ops._relative_bias import fold_distances, largest, split_bias
@@ -119,25 +121,23 @@ def varlen_attention(
     tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks)
     longest = (max_seqlen_q, max_seqlen_k)
     flags = (dropout_p, is_causal, scale, window, softcap, causal_alignment, return_lse)
-    signature = None
+    signature = plan = None
     if generator is None and {type(max_seqlen_q), type(max_seqlen_k)} <= _LENGTHS:
         signature, plan = plans.find((*tensors, *tables), *kind, mask is None, *flags)
-        if plan is not None:
-            try:
-                return _planned(plan, tensors, (relative_bias, mask), longest, return_lse)
-            except ValueError:  # the complete path raises a message that names the argument
-                pass
+    if plan is not None:
+        try:
+            return _planned(plan, tensors, (relative_bias, mask), longest, return_lse)
+        except ValueError:  # the complete path raises a message that names the argument
+            pass
     operator, call = prepare(
         *(query, key, value, cu_seqlens_q, cu_seqlens_k, *longest, dropout_p, is_causal, scale),
         *(window, softcap, alibi_slopes, sinks, relative_bias, mask),
         *(causal_alignment, generator, return_lse),
     )
-    if call[1] is key and call[2] is value:  # the query may have content_bias added
-        in_order = (None, *tensors[1:3], None, None, alibi_slopes, None, sinks)
-        plan = plans.keep(signature, operator, call, in_order, (*tensors, *tables))
-        if plan is not None:
-            return _planned(plan, tensors, (relative_bias, mask), longest, return_lse)
-    out, lse = operator(*checks.with_seed(operator, call, generator))
+    call = with_seed(operator, call, generator)
+    # The query may have content_bias added.
+    in_order = (None, key, value, None, None, alibi_slopes, None, sinks)
+    out, lse = plans.complete(signature, operator, call, in_order, (*tensors, *tables))
     if not return_lse:
         return out
     return out, lse if out.dtype is torch.float64 else lse.float()
@@ -302,3 +302,55 @@ def _check_values(of: str, starts: list[int], longest: Any, rows: int | None) ->
         raise ValueError(
             f"{_OP}: max_seqlen_{of} must be at least the longest sequence, {length}, got {longest}"
         )
+
+
+# --- the operator -----------------------------------------------------------------------------
+
+
+def _pairs(query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor, *rest: Any) -> int:
+    """The visible pairs of a head by the lengths; unknown lengths count as equal."""
+    count = cu_q.shape[0] - 1
+    starts, ends = values(cu_q), values(cu_k)
+    if starts is None or ends is None:
+        lengths = [(query.shape[0] // max(count, 1), key.shape[0] // max(count, 1))] * count
+    else:
+        lengths = [(starts[b + 1] - starts[b], ends[b + 1] - ends[b]) for b in range(count)]
+    options = rest[-1]
+    window = options.window_left, options.window_right
+    offsets = ((q, k, k - q if options.bottom_right else 0) for q, k in lengths)
+    return query.shape[1] * sum(visible_pairs(*sizes, *window) for sizes in offsets)
+
+
+class _Backward(Operator):
+    def lifted(self, tensors: Sequence[Any]) -> list[Any]:
+        """Convert the lengths of a plan to int64, because a plan also takes int32."""
+        lifted = super().lifted(tensors)
+        for n in (self.place_of("cu_seqlens_q"), self.place_of("cu_seqlens_k")):
+            lifted[n] = lifted[n].to(torch.int64)
+        return lifted
+
+
+packed_attention: Operator = Operator(
+    "varlen_attention",
+    "query: Tq Hq D; key: Tk Hkv D; value: Tk Hkv Dv; cu_seqlens_q: S; cu_seqlens_k: S; "
+    "alibi_slopes?: S-1|1 Hq; seed?; sinks?: 1 Hq; relative_bias?: 1 Hq *; mask_program?; "
+    "position_query?: Tq Hq D; query_table?: 1 Hq N D; key_table?: 1 Hq N D; "
+    "distance_buckets?: *; Hq % Hkv",
+    "out: Tq Hq Dv; lse: Hq Tq",
+    options=VarlenOptions,
+    out_like="query",
+    derivative=Derivative(
+        grads="out lse",
+        reads="query key value cu_seqlens_q cu_seqlens_k alibi_slopes seed out lse "
+        "sinks relative_bias mask_program position_query query_table key_table distance_buckets",
+        gives="query key value sinks relative_bias position_query query_table key_table",
+        in_order="query key value position_query",
+        options=VarlenOptions,
+        operator=_Backward,
+    ),
+    folds=False,  # draws are indexed by each example's own sequences
+    flops=flops_of_pairs(_pairs, operator=lambda: packed_attention),
+    opaque=("alibi_slopes",),
+    checked_by=("cpu",),
+    derived={"scale": lambda query, *_: default_scale(query.shape[-1])},
+)

@@ -12,14 +12,13 @@ ROOT = Path(__file__).resolve().parents[2]
 # Lowest first. A module is in the layer of the longest name here that begins its own.
 FLOORS = (
     "_version _cpu _cuda _table _untraced _warning compat _cgroup _openmp _processor builds bias",
-    "sinusoids eager _flops _shapes _dtypes _seed backends.primitives backends._alloc "
+    "sinusoids _flops _shapes _dtypes _seed backends.primitives backends._alloc "
     "backends._precision",
     "evidence backends",
-    "dispatch batching",
+    "dispatch batching checks",
     "explanation _derivative _gradient",
     "call library",
-    "autograd",
-    "checks masks",
+    "masks",
     "ops",
     "_capture _trace distributed flash_attn integrations nn plot",
     "fastattn",

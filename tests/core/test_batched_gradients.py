@@ -23,8 +23,6 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.testing import assert_close
 
 import fastattn
-from fastattn.autograd.memory_hops import hop_attention
-from fastattn.autograd.sdpa import attention
 from fastattn.backends.primitives import (
     AttentionBackwardOptions,
     AttentionOptions,
@@ -32,6 +30,8 @@ from fastattn.backends.primitives import (
     MemoryHopOptions,
 )
 from fastattn.nn.functional import linear
+from fastattn.ops.memory_hops import hop_attention
+from fastattn.ops.sdpa import attention
 
 CASES = {**OPERATORS, **MODULES}
 ATTENTION = fastattn.scaled_dot_product_attention

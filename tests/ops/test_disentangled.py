@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from fastattn import scaled_dot_product_attention, use_backend
-from fastattn.autograd.sdpa import attention
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.bias import Decomposed2d, Disentangled
 from fastattn.ops._disentangled import distance_buckets
+from fastattn.ops.sdpa import attention
 
 pytestmark = pytest.mark.usefixtures("seeded")
 WRONG: Any = Disentangled  # with arguments of other types

@@ -8,8 +8,8 @@ from case_table import within_the_bound
 from torch import Tensor
 
 import fastattn
-from fastattn.autograd.local_attention import local_attention
 from fastattn.backends.primitives import LocalOptions
+from fastattn.ops.luong import local_attention
 from fastattn.testing import Target
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -17,10 +17,11 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastattn import explain, masks, scaled_dot_product_attention, use_backend
-from fastattn.autograd.sdpa import NO_TERMS, attention
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.backends.reference._mask_program import visible_by_program
 from fastattn.masks._blocks import _IndexWithTensors
+from fastattn.ops._disentangled import NO_TERMS
+from fastattn.ops.sdpa import attention
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from fastattn import scaled_dot_product_attention, use_backend
-from fastattn.autograd.sdpa import NO_TERMS, attention
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.bias import T5, Window2d
+from fastattn.ops._disentangled import NO_TERMS
 from fastattn.ops._relative_bias import t5_buckets
+from fastattn.ops.sdpa import attention
 
 pytestmark = pytest.mark.usefixtures("seeded")
 BACKENDS = pytest.mark.parametrize("backend", ["cpu", "reference"])

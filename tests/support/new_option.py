@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 
 from fastattn import dispatch
-from fastattn.autograd.sdpa import attention
 from fastattn.backends.primitives import AttentionBackwardOptions, AttentionOptions
+from fastattn.ops.sdpa import attention
 
 _OP = "scaled_dot_product_attention"
 

@@ -160,6 +160,7 @@ VARLEN = Planned(
         "int32": at("cu_seqlens_q", Tensor.int),
         "causal": {"is_causal": True},
     },
+    leaving={"learned-slopes": {"alibi_slopes": SLOPES.clone().requires_grad_()}},
     wrong={
         "cu_seqlens_q": [
             torch.tensor(starts) for starts in ([1, 5, 5, 12], [0, 9, 9, 5], [0, 5, 5, 99])

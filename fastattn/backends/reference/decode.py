@@ -18,7 +18,7 @@ from fastattn.backends.primitives import (
 )
 from fastattn.backends.reference._masked import compute_dtype
 from fastattn.backends.reference.sdpa import attend
-from fastattn.eager import runs_eagerly
+from fastattn.compat import runs_eagerly
 
 
 def decode_attention(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastattn.backends.primitives import EncodeMemoryBackwardOptions, EncodeMemoryOptions
 from fastattn.backends.reference._masked import compute_dtype
-from fastattn.eager import runs_eagerly
+from fastattn.compat import runs_eagerly
 
 
 def encode_memory(

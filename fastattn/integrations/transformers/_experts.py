@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.eager import runs_eagerly
+from fastattn.compat import runs_eagerly
 from fastattn.nn.functional import linear
 
 

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import (
 )
 
 from fastattn import compat, dispatch, evidence
-from fastattn.eager import runs_eagerly
+from fastattn.compat import runs_eagerly
 from fastattn.integrations.transformers._recording import anything_is_recorded, weights_are_recorded
 from fastattn.nn._encoder_layer import (
     Names,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn import compat
-from fastattn.eager import has_strided_memory
+from fastattn.compat import has_strided_memory
 from fastattn.integrations.transformers._patterns import Pattern, in_window, pattern_of
 from fastattn.integrations.transformers._support import takes_any_mask
 from fastattn.library import watchers

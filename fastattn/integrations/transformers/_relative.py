@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fastattn import compat, dispatch
 from fastattn.bias import Decomposed2d, Disentangled
-from fastattn.eager import runs_eagerly
+from fastattn.compat import runs_eagerly
 from fastattn.integrations.transformers._layers import has_gaps, name_of
 from fastattn.integrations.transformers._recording import weights_are_recorded
 from fastattn.nn._encoder_layer import does_nothing, joined
