@@ -28,7 +28,7 @@ EncoderPlan: Callable[..., Any]
 TextPlan: Callable[..., Any]
 Facts: Callable[..., Any]
 
-# Whether each is None or has strided memory on the CPU, as fastattn.eager.runs_eagerly() demands.
+# Whether each is None or has strided memory on the CPU, as fastattn.compat.runs_eagerly() demands.
 def are_plain(*tensors: Tensor | None) -> bool: ...
 
 # 64 bits that change with any bit of a dense tensor; None for another one.
