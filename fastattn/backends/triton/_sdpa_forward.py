@@ -127,11 +127,8 @@ def attention_forward(
 
 @triton.jit
 def attention_weights(
-    q,
-    k,
+    x,  # the Inputs of the backward kernels
     o,
-    p_high,  # [B, Hq, Lq] float32: lse in the unit of the exponent
-    p_low,  # [B, Hq, Lq] float32: the rounding error of p_high
     weights,  # [B, Hq, Lq, Lk], or [B, 1, Lq, Lk]
     AVERAGED: tl.constexpr,
     D: tl.constexpr,
@@ -165,12 +162,12 @@ def attention_weights(
     for i_h in range(head, end):
         coverage = tile_coverage(seq, i_h, row, first, o, BM, BN)
         if coverage != NONE:
-            b_q = load_rows(q, seq.q_base, i_h, o_m, m_m, D, BD)
-            b_k = load_rows(k, seq.k_base, i_h // o.group, o_n, o_n < o.k_len, D, BD)
+            b_q = load_rows(x.q, seq.q_base, i_h, o_m, m_m, D, BD)
+            b_k = load_rows(x.k, seq.k_base, i_h // o.group, o_n, o_n < o.k_len, D, BD)
             s, visible, slope = scores(b_q, b_k, seq, i_h, row, first, coverage, o, True, PRECISION)
             o_rows = (i_b * o.heads + i_h) * o.q_len + o_m
-            high = tl.load(p_high + o_rows, mask=m_m, other=0.0)
-            low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
+            high = tl.load(x.p_high + o_rows, mask=m_m, other=0.0)
+            low = tl.load(x.p_low + o_rows, mask=m_m, other=0.0)
             p = tl.where(visible, probabilities(s, high, low, unit, o), 0.0)
             if o.p_seed is not None:
                 p = tl.where(
