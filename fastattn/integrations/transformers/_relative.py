@@ -18,7 +18,7 @@ from fastattn.bias import Decomposed2d, Disentangled
 from fastattn.eager import runs_eagerly
 from fastattn.integrations.transformers._layers import has_gaps, name_of
 from fastattn.integrations.transformers._recording import weights_are_recorded
-from fastattn.nn._encoder_layer import does_nothing, joined
+from fastattn.nn._encoder_layer import does_nothing, without_padding
 from fastattn.nn.linear import Linear
 from fastattn.ops._disentangled import distance_buckets
 from fastattn.ops.sdpa import scaled_dot_product_attention
@@ -181,11 +181,11 @@ class _UnpaddedDebertaV2Encoder(_DebertaV2Encoder):
         padding = mask == 0 if plain and self._may_join(x, mask) else None
         if padding is None or not padding.any() or has_gaps(padding):
             return stock.forward(x, mask, *others, **more)
-        rows, starts, back = joined(x, padding)
+        rows, starts, restore = without_padding(x, padding)
         output = stock.forward(rows[None], starts, **more)
-        output.last_hidden_state = back(output.last_hidden_state[0])
+        output.last_hidden_state = restore(output.last_hidden_state[0])
         if output.hidden_states is not None:
-            output.hidden_states = tuple(back(y[0]) for y in output.hidden_states)
+            output.hidden_states = tuple(restore(y[0]) for y in output.hidden_states)
         return output
 
     def _may_join(self, x: Tensor, mask: Any) -> bool:
@@ -276,9 +276,10 @@ class _Sam(nn.Module):
 
 
 def _serves(layer: nn.Module, x: Tensor, mask: Any, more: dict[str, Any]) -> bool:
-    """Whether the weights of this call are not wanted, and its mask is one of pairs."""
-    wanted = more.get("output_attentions") or weights_are_recorded(layer)
-    return x.is_cpu and x.dim() == 3 and not wanted and (mask is None or type(mask) is Tensor)
+    """Whether a call requests no weights, and its mask is a tensor."""
+    if more.get("output_attentions") or weights_are_recorded(layer):
+        return False
+    return x.is_cpu and x.dim() == 3 and (mask is None or type(mask) is Tensor)
 
 
 def _heads(x: Tensor, layer: Any) -> Tensor:
@@ -315,5 +316,5 @@ _CLASSES: dict[str, type] = {
 
 def relative_class(module: nn.Module, unpad: bool = True) -> type | None:
     """The class for a module of transformers, None if there is none."""
-    found = _CLASSES.get(name_of(type(module)))
-    return _UnpaddedDebertaV2Encoder if unpad and found is _DebertaV2Encoder else found
+    native = _CLASSES.get(name_of(type(module)))
+    return _UnpaddedDebertaV2Encoder if unpad and native is _DebertaV2Encoder else native
