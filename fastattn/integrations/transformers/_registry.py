@@ -8,7 +8,6 @@ from typing import Any
 
 from fastattn.distributed import Layout
 from fastattn.integrations._registration import Registration, check_version
-from fastattn.nn._context import checked
 
 # The supported versions; the extra in pyproject.toml says the same.
 OLDEST, BELOW = (5, 0), (6, 0)
@@ -78,9 +77,9 @@ def context_parallel(
             zigzag layout: pass ``attention_mask=torch.ones_like(input_ids)`` there.
     """
     check_version("transformers", OLDEST, BELOW)
-    from fastattn.integrations.transformers._context import Context
+    from fastattn.integrations.transformers._context import TransformersContext
 
-    context = Context(**vars(checked(group, method, layout)))
+    context = TransformersContext.checked(group, method, layout)
     registries = _Registries(context.attention_forward, context.attention_mask)
     return Registration(registries, ("fastattn_context_parallel",))
 
