@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn import compat, dispatch
-from fastattn.integrations._registration import Counted, Registration, check_version
+from fastattn.integrations._registration import Registration, Registry, check_version
 from fastattn.nn._encoder_layer import (
     LINEAR,
     Native,
@@ -83,10 +83,11 @@ class _Backend:
         return out.transpose(1, 2)
 
 
-class _Registry(Counted[str]):
+class _Registry(Registry[str]):
     """TabPFN's registry of attention backends; the latest registration has priority."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._backends: Any = importlib.import_module(
             "tabpfn.architectures.shared.attention_backends"
         )

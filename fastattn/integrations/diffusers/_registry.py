@@ -6,7 +6,7 @@ import functools
 import importlib
 from typing import Any
 
-from fastattn.integrations._registration import Counted, Registration, check_version
+from fastattn.integrations._registration import Registration, Registry, check_version
 from fastattn.integrations.diffusers._attention import attention_forward
 
 NAME = "fastattn"
@@ -38,7 +38,7 @@ def register() -> Registration:
     return Registration(_registry(), (NAME,))
 
 
-class _Registry(Counted[str]):
+class _Registry(Registry[str]):
     """diffusers' registry of attention functions.
 
     Its names are the members of an enumeration, which Python closes when the class is created. So
@@ -46,6 +46,7 @@ class _Registry(Counted[str]):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         dispatch = importlib.import_module("diffusers.models.attention_dispatch")
         self._names: Any = dispatch.AttentionBackendName
         self._backends: Any = dispatch._AttentionBackendRegistry
