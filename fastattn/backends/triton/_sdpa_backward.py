@@ -132,7 +132,7 @@ def _sees_keys(seq, i_h, row, lo, hi, o, BM: tl.constexpr, BN: tl.constexpr):
         for first in range(lo // BN * BN, hi, BN):
             visible, bias = masked(seq, i_h, row, first, o, True, BM, BN)
             if o.p_program is not None:
-                visible = visible & program_pairs(SOME, seq, i_h, row, first, o, BM, BN)
+                visible = visible & program_pairs(SOME, seq, i_h, o_m, first, o, BM, BN)
             any_visible = tl.maximum(any_visible, tl.max(visible.to(tl.int32), axis=1))
         sees = any_visible > 0
     return sees
@@ -196,7 +196,7 @@ def attention_statistics(
             if o.sinks is not None:
                 m, l = start_with_sink(o, seq.i_b, i_h, BM)
             for first in range(lo // BN * BN, hi, BN):
-                coverage = tile_coverage(seq, i_h, row, first, o, BM, BN)
+                coverage = tile_coverage(seq, i_h, o_m, first, o, BM, BN)
                 if coverage != NONE:
                     o_n = first + tl.arange(0, BN)
                     b_k = load_rows(x.k, seq.k_base, i_h // o.group, o_n, o_n < seq.k_len, D, BD)
@@ -220,7 +220,7 @@ def attention_statistics(
         if EXACT or x.grad_weights is not None:
             correction = -sink_weight * delta  # the sink is a key whose value is 0
             for first in range(lo // BN * BN, hi, BN):
-                coverage = tile_coverage(seq, i_h, row, first, o, BM, BN)
+                coverage = tile_coverage(seq, i_h, o_m, first, o, BM, BN)
                 if coverage != NONE:
                     o_n = first + tl.arange(0, BN)
                     m_n = (o_n >= lo) & (o_n < hi)
@@ -275,7 +275,7 @@ def attention_backward_query(
     last = tl.minimum(row + BM, seq.q_len) - 1
     lo, full_lo, full_hi, hi = visible_keys(row, last, seq, o, BN)
     for first in range(lo // BN * BN, hi, BN):
-        coverage = tile_coverage(seq, i_h, row, first, o, BM, BN)
+        coverage = tile_coverage(seq, i_h, o_m, first, o, BM, BN)
         if coverage != NONE:
             o_n = first + tl.arange(0, BN)
             m_n = (o_n >= lo) & (o_n < hi)
@@ -323,9 +323,9 @@ def attention_backward_key_value(
     lo, hi = visible_queries(first, last, seq, o, BM)
     for i_h in range(i_hkv * o.group, i_hkv * o.group + o.group):
         for row in range(lo, hi, BM):
-            coverage = tile_coverage(seq, i_h, row, first, o, BM, BN)
+            o_m = row + tl.arange(0, BM)
+            coverage = tile_coverage(seq, i_h, o_m, first, o, BM, BN)
             if coverage != NONE:
-                o_m = row + tl.arange(0, BM)
                 b_do, high, low, delta = load_queries(x, seq, i_h, o_m, o, DV, BDV)
                 b_q = load_rows(x.q, seq.q_base, i_h, o_m, high != INF, D, BD)
                 w, ds, dqk, visible = score_gradients(

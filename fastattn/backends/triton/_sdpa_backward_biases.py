@@ -54,7 +54,7 @@ def attention_backward_mask(
         i_b = i_mask // mask_heads + n // head_sum
         i_h = i_mask % mask_heads + n % head_sum
         seq = batch_sequence(o, i_b)
-        coverage = tile_coverage(seq, i_h, row, first, o, BM, BN)
+        coverage = tile_coverage(seq, i_h, o_m, first, o, BM, BN)
         if coverage != NONE:
             b_q = load_rows(x.q, seq.q_base, i_h, o_m, o_m < o.q_len, D, BD)
             b_do, high, low, delta = load_queries(x, seq, i_h, o_m, o, DV, BDV)
@@ -140,7 +140,7 @@ def attention_backward_table(
                 hi = tl.minimum(hi, o.middle + last + seq.offset - begin + 1)
             for first in range(lo // BN * BN, hi, BN):
                 b_e = entries_of(seq, o_m, first, o, BN)
-                coverage = tile_coverage(seq, i_h, row, first, o, BM, BN)
+                coverage = tile_coverage(seq, i_h, o_m, first, o, BM, BN)
                 min_entry = tl.maximum(tl.min(tl.min(b_e, axis=1), axis=0), begin)
                 max_entry = tl.minimum(tl.max(tl.max(b_e, axis=1), axis=0), end - 1)
                 if (min_entry <= max_entry) & (coverage != NONE):
