@@ -54,9 +54,9 @@ _Table = dict[str, dict[int, _Rows]]
 # Small, so that a short sequence has several tiles; used by tests.
 _INTERPRETER = Launch(32, 32, 4, 1)
 
-# A kernel, perhaps with another one whose lines it shares except those that follow. A line has bits,
-# architectures, and for each maximum width BMxBN,warps,stages. The star lets ptxas use all registers
-# where it would otherwise spill; elsewhere it would then take too many and spill.
+# A kernel, perhaps with another one, whose lines it has unless its own follow. A line has bits,
+# architectures, and for each maximum width BMxBN,warps,stages. The star lets ptxas use all
+# registers where it would otherwise spill; elsewhere it would then take too many and spill.
 #
 # mma.sync of sm_80 keeps its operands in registers, and the GPU has less shared memory. gfx942 has
 # waves of 64 lanes, 64 KiB of local memory, and 512 registers a lane with 4 waves, 256 with 8.
