@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from fastattn import compat, dispatch
 from fastattn.bias import Decomposed2d, Disentangled
 from fastattn.eager import runs_eagerly
-from fastattn.integrations.transformers._layers import has_gaps, name_of
+from fastattn.integrations.transformers._layers import (
+    encoder_class,
+    has_gaps,
+    layer_class,
+    model_class,
+    name_of,
+)
 from fastattn.integrations.transformers._recording import weights_are_recorded
 from fastattn.nn._encoder_layer import does_nothing, without_padding
 from fastattn.nn.linear import Linear
@@ -314,7 +320,10 @@ _CLASSES: dict[str, type] = {
 }
 
 
-def relative_class(module: nn.Module, unpad: bool = True) -> type | None:
+def native_class(module: nn.Module, unpad: bool = True) -> type | None:
     """The class for a module of transformers, None if there is none."""
     native = _CLASSES.get(name_of(type(module)))
-    return _UnpaddedDebertaV2Encoder if unpad and native is _DebertaV2Encoder else native
+    if unpad and native is _DebertaV2Encoder:
+        return _UnpaddedDebertaV2Encoder
+    stack = encoder_class(module) if unpad else None
+    return native or stack or layer_class(module) or model_class(module)
