@@ -347,15 +347,15 @@ def _by_distance(
     most = max(int(own.max()) if own.numel() else 0, query.shape[2], 1) - 1
     near = torch.arange(-most, most + 1, device=own.device)
     out, lse = _of_no_keys(call)
-    for number in of_call.unique().tolist():
-        rows = of_call == number
+    for i_call in of_call.unique().tolist():
+        rows = of_call == i_call
         distances = near + beyond[rows][0]
         shifted = torch.zeros((), dtype=wide, device=own.device)
         if table is not None:
             middle = table.shape[2] // 2
             shifted = table[:, :, (distances + middle).clamp(0, 2 * middle)]
         if slopes is not None:
-            factors = slopes[number if several else 0].to(wide)
+            factors = slopes[i_call if several else 0].to(wide)
             shifted = shifted - factors[None, :, None] * distances.abs()
         out_of_rows, lse_of_rows = call.run(torch.where(rows, own, 0), shifted, program)
         out = torch.where(rows[:, None, None, None], out_of_rows, out)

@@ -113,9 +113,9 @@ def _first_row(rows, o):
 
 
 @triton.jit
-def _coverage(any_seen, all_seen):
+def _coverage(any_visible, all_visible):
     """The value of a tile."""
-    return any_seen.to(tl.int32) + 2 * all_seen.to(tl.int32)
+    return any_visible.to(tl.int32) + 2 * all_visible.to(tl.int32)
 
 
 @triton.jit

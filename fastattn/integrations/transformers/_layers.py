@@ -45,14 +45,15 @@ class FusedLayer(Native):
     """The forward of an encoder layer in one native call, where it can be."""
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **more: Any
+        self, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **options: Any
     ) -> Any:
-        if attention_mask is None and _is_plain(others, more) and hidden_states.dim() == 3:
-            y = self._fused(hidden_states, more.get("cu_seq_lens_q"), more.get("cu_seq_lens_k"))
+        if attention_mask is None and is_plain(others, options) and hidden_states.dim() == 3:
+            starts = (options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k"))
+            y = self._fused(hidden_states, *starts)
             if y is not None:
                 return y
         stock: Any = super()
-        return stock.forward(hidden_states, attention_mask, *others, **more)
+        return stock.forward(hidden_states, attention_mask, *others, **options)
 
     def _fused(self, x: Tensor, q_starts: Any, k_starts: Any) -> Tensor | None:
         if q_starts is not k_starts or not _is_ours(part_of(self, self.NAMES.attention)):
@@ -128,28 +129,28 @@ class UnpaddedEncoder(nn.Module):
     """The forward of a stack of layers on the rows that are no padding; 0 elsewhere."""
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **more: Any
+        self, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **options: Any
     ) -> Any:
         stock: Any = super()
         x, mask = hidden_states, attention_mask
-        padding = _padding_of_boolean(mask, x) if self._may_join(x, others, more) else None
+        padding = _padding_of_boolean(mask, x) if self._may_join(x, others, options) else None
         if padding is None or not self._may_pack():
-            return stock.forward(x, mask, *others, **more)
+            return stock.forward(x, mask, *others, **options)
         rows, starts, restore = without_padding(x, padding)
         packed: dict[str, Any] = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
         longest = int(starts.diff().max())
         packed |= {"max_length_q": longest, "max_length_k": longest}
-        output = stock.forward(rows[None], None, *others, **{**more, **packed})
+        output = stock.forward(rows[None], None, *others, **{**options, **packed})
         output.last_hidden_state = restore(output.last_hidden_state[0])
         return output
 
-    def _may_join(self, x: Tensor, others: tuple[Any, ...], more: dict[str, Any]) -> bool:
+    def _may_join(self, x: Tensor, others: tuple[Any, ...], options: dict[str, Any]) -> bool:
         """Whether nothing but the layers needs to know which rows are of which sequence."""
-        if x.dim() != 3 or self.training or not _is_plain(others, more):
+        if x.dim() != 3 or self.training or not is_plain(others, options):
             return False
-        if more.get("output_hidden_states") or more.get("return_dict", True) is False:
+        if options.get("output_hidden_states") or options.get("return_dict", True) is False:
             return False
-        is_packed = more.get("cu_seq_lens_q") is not None
+        is_packed = options.get("cu_seq_lens_q") is not None
         return not is_packed and compat.may_plan() and not anything_is_recorded()
 
     def _may_pack(self) -> bool:
@@ -200,14 +201,14 @@ class MPNetStack(Native):
         return layers
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **more: Any
+        self, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **options: Any
     ) -> Any:
         stock: Any = super()
-        if _is_plain(others, more) and not more.get("output_hidden_states"):
+        if is_plain(others, options) and not options.get("output_hidden_states"):
             y = self._packed(hidden_states, attention_mask)
             if y is not None:
-                return BaseModelOutput(last_hidden_state=y) if more.get("return_dict") else (y,)
-        return stock.forward(hidden_states, attention_mask, *others, **more)
+                return BaseModelOutput(last_hidden_state=y) if options.get("return_dict") else (y,)
+        return stock.forward(hidden_states, attention_mask, *others, **options)
 
     def _packed(self, x: Tensor, mask: Any) -> Tensor | None:
         layers: Any = self.layer
@@ -263,13 +264,13 @@ class TextModel(Native):
         position_ids: Any = None,
         cu_seq_lens_q: Any = None,
         cu_seq_lens_k: Any = None,
-        **more: Any,
+        **options: Any,
     ) -> Any:
         if not compat.may_plan() or compat.has_global_hook() or anything_is_recorded():
             return None
-        if cu_seq_lens_q is not cu_seq_lens_k or not _is_plain((), more):
+        if cu_seq_lens_q is not cu_seq_lens_k or not is_plain((), options):
             return None
-        if more.get("output_hidden_states") or more.get("return_dict", True) is False:
+        if options.get("output_hidden_states") or options.get("return_dict", True) is False:
             return None
         tensors = (input_ids, attention_mask, token_type_ids, position_ids, cu_seq_lens_q)
         cached: _Texts | None = cached_plan(self)
@@ -383,8 +384,9 @@ def _padding_of_additive(mask: Any, x: Tensor) -> Tensor | None:
     return hidden[:, 0] if same else None
 
 
-def _is_plain(others: tuple[Any, ...], more: dict[str, Any]) -> bool:
-    values = [*others, *(x for name, x in more.items() if name not in _HARMLESS)]
+def is_plain(others: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether a call has no argument that changes the result."""
+    values = [*others, *(x for name, x in options.items() if name not in _HARMLESS)]
     return all(x is None or x is False for x in values)
 
 

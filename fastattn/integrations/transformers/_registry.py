@@ -91,11 +91,11 @@ def context_parallel(
 class _Registries(Registry[str]):
     """transformers' registries: fastattn's functions for each name, and the previous functions."""
 
-    def __init__(self, attention_forward: Any, attention_mask: Any, *more: Any) -> None:
+    def __init__(self, attention_forward: Any, attention_mask: Any, *others: Any) -> None:
         super().__init__()
         attention = importlib.import_module("transformers.modeling_utils").AttentionInterface
         masks = importlib.import_module("transformers.masking_utils").AttentionMaskInterface
-        self._served = ((attention, attention_forward), (masks, attention_mask), *more)
+        self._served = ((attention, attention_forward), (masks, attention_mask), *others)
         self._before: dict[str, list[Any]] = {}
 
     def serve(self, name: str) -> None:

@@ -19,6 +19,7 @@ from fastattn.eager import runs_eagerly
 from fastattn.integrations.transformers._layers import (
     encoder_class,
     has_gaps,
+    is_plain,
     layer_class,
     model_class,
     name_of,
@@ -179,16 +180,17 @@ class _UnpaddedDebertaV2Encoder(_DebertaV2Encoder):
     In place of a mask, the layers get where each sequence begins.
     """
 
-    def forward(self, hidden_states: Tensor, attention_mask: Any, *others: Any, **more: Any) -> Any:
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Any, *others: Any, **options: Any
+    ) -> Any:
         stock: Any = super()
         x, mask = hidden_states, attention_mask
-        plain = not others and not more.get("output_attentions") and more.get("return_dict", True)
-        plain = plain and more.get("query_states") is None and more.get("relative_pos") is None
+        plain = is_plain(others, options) and options.get("return_dict", True)
         padding = mask == 0 if plain and self._may_join(x, mask) else None
         if padding is None or not padding.any() or has_gaps(padding):
-            return stock.forward(x, mask, *others, **more)
+            return stock.forward(x, mask, *others, **options)
         rows, starts, restore = without_padding(x, padding)
-        output = stock.forward(rows[None], starts, **more)
+        output = stock.forward(rows[None], starts, **options)
         output.last_hidden_state = restore(output.last_hidden_state[0])
         if output.hidden_states is not None:
             output.hidden_states = tuple(restore(y[0]) for y in output.hidden_states)
@@ -217,14 +219,14 @@ class _Wav2Vec2Conformer(nn.Module):
         hidden_states: Tensor,
         attention_mask: Any = None,
         relative_position_embeddings: Any = None,
-        **more: Any,
+        **options: Any,
     ) -> Any:
         me: Any = self
         relative = me.position_embeddings_type == "relative"
-        if not relative or not _serves(self, hidden_states, attention_mask, more):
+        if not relative or not _serves(self, hidden_states, attention_mask, options):
             stock: Any = super()
             others = (attention_mask, relative_position_embeddings)
-            return stock.forward(hidden_states, *others, **more)
+            return stock.forward(hidden_states, *others, **options)
         rows = [_heads(f(hidden_states), me) for f in (me.linear_q, me.linear_k, me.linear_v)]
         table = _heads(me.linear_pos(relative_position_embeddings[0]), me)
         terms = Disentangled(table.flip(0), None, me.pos_bias_u, me.pos_bias_v)
@@ -242,12 +244,12 @@ class _Parakeet(nn.Module):
         hidden_states: Tensor,
         position_embeddings: Any,
         attention_mask: Any = None,
-        **more: Any,
+        **options: Any,
     ) -> Any:
         me: Any = self
-        if position_embeddings is None or not _serves(self, hidden_states, attention_mask, more):
+        if position_embeddings is None or not _serves(self, hidden_states, attention_mask, options):
             stock: Any = super()
-            return stock.forward(hidden_states, position_embeddings, attention_mask, **more)
+            return stock.forward(hidden_states, position_embeddings, attention_mask, **options)
         rows = [f(hidden_states).unflatten(-1, (-1, me.head_dim)) for f in
                 (me.q_proj, me.k_proj, me.v_proj)]  # fmt: skip
         table = me.relative_k_proj(position_embeddings[0]).unflatten(-1, (-1, me.head_dim))
@@ -281,9 +283,9 @@ class _Sam(nn.Module):
         return me.proj(out.transpose(1, 2).reshape(batch, height, width, -1)), None
 
 
-def _serves(layer: nn.Module, x: Tensor, mask: Any, more: dict[str, Any]) -> bool:
+def _serves(layer: nn.Module, x: Tensor, mask: Any, options: dict[str, Any]) -> bool:
     """Whether a call requests no weights, and its mask is a tensor."""
-    if more.get("output_attentions") or weights_are_recorded(layer):
+    if options.get("output_attentions") or weights_are_recorded(layer):
         return False
     return x.is_cpu and x.dim() == 3 and (mask is None or type(mask) is Tensor)
 
