@@ -89,19 +89,8 @@ def flash_attn_qkvpacked_func(
     if not isinstance(qkv, Tensor) or qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ValueError("flash_attn_qkvpacked_func: qkv must be a tensor of [B, L, 3, H, D]")
     q, k, v = qkv.unbind(2)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-    )
+    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return flash_attn_func(q, k, v, *options, deterministic, return_attn_probs)
 
 
 def _number(length: int | Tensor) -> Any:

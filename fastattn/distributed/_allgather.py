@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastattn.distributed._call import Call
-from fastattn.distributed._peers import Peers
+from fastattn.distributed._peers import KeyMessages, Peers
 from fastattn.distributed._schedule import Schedule
 from fastattn.distributed.layout import Run
 from fastattn.ops._disentangled import NO_TERMS
@@ -51,12 +51,12 @@ def _arguments(
     return call.query[:, :, run.rows], key, value, *biases, options
 
 
-class _Gathering:
+class _Gathering(KeyMessages):
     """The ranks that send keys to this rank, and the ranks that need this rank's keys."""
 
     def __init__(self, call: Call, peers: Peers, schedule: Schedule) -> None:
+        super().__init__(call.key, call.value, call.keys.lengths)
         self.peers, self.runs, rank = peers, call.keys.runs, peers.rank
-        self.lengths, self.shapes = call.keys.lengths, (call.key.shape, call.value.shape)
         self.givers = schedule.needs[rank].nonzero().flatten().tolist()
         self.takers = schedule.needs[:, rank].nonzero().flatten().tolist()
         # The gathered keys have consecutive positions. The keys of a rank in between that is not
@@ -65,25 +65,11 @@ class _Gathering:
         self.first = min((run.position for run in runs), default=0)
         self.length = max((run.position + run.length for run in runs), default=0) - self.first
 
-    def received(self, rank: int, like: Tensor) -> Tensor:
-        """A message with keys and values of a rank."""
-        batch, heads, _, width = self.shapes[0]
-        rows = batch * heads * self.lengths[rank]
-        return like.new_empty(rows * (width + self.shapes[1][3]))
-
-    def unpacked(self, message: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-        """Split a message of a rank into its keys and values."""
-        length = self.lengths[rank]
-        shapes = [(*shape[:2], length, shape[3]) for shape in self.shapes]
-        sizes = [shape[0] * shape[1] * length * shape[3] for shape in shapes]
-        key, value = (x.view(shape) for x, shape in zip(message.split(sizes), shapes, strict=True))
-        return key, value
-
     def gather(self, key: Tensor, value: Tensor) -> list[Tensor]:
         """Gather keys and values of consecutive positions from all ranks."""
-        local, rank = _packed(key, value), self.peers.rank
+        local, rank = self.packed(key, value), self.peers.rank
         sends = {taker: local for taker in self.takers if taker != rank}
-        receives = {giver: self.received(giver, key) for giver in self.givers if giver != rank}
+        receives = {giver: self.empty(giver, key) for giver in self.givers if giver != rank}
         self.peers.exchange(sends, receives, "gathering the keys").wait()
         gathered = [x.new_zeros(*x.shape[:2], self.length, x.shape[3]) for x in (key, value)]
         for giver in self.givers:
@@ -97,14 +83,14 @@ class _Gathering:
         """Return this rank's gradients: the sums over the gathered keys of all ranks."""
         wide, rank = torch.promote_types(grad_key.dtype, torch.float32), self.peers.rank
         sends = {
-            giver: _packed(*(self._of(giver, x).to(wide) for x in (grad_key, grad_value)))
+            giver: self.packed(*(self._of(giver, x).to(wide) for x in (grad_key, grad_value)))
             for giver in self.givers
         }
         wide_like = grad_key.new_empty(0, dtype=wide)
-        received = {taker: self.received(rank, wide_like) for taker in self.takers if taker != rank}
+        received = {taker: self.empty(rank, wide_like) for taker in self.takers if taker != rank}
         local = sends.pop(rank, None)
         self.peers.exchange(sends, received, "returning the gradients of keys").wait()
-        total = self.received(rank, wide_like).zero_()
+        total = self.empty(rank, wide_like).zero_()
         for taker in self.takers:
             grads = local if taker == rank else received[taker]
             assert grads is not None
@@ -118,11 +104,6 @@ class _Gathering:
     def _rows(self, run: Run) -> slice:
         """The rows of the gathered keys at the positions of a run."""
         return slice(run.position - self.first, run.position - self.first + run.length)
-
-
-def _packed(key: Tensor, value: Tensor) -> Tensor:
-    """Keys and values as one message."""
-    return torch.cat([key.flatten(), value.flatten()])
 
 
 class _Gather(torch.autograd.Function):

@@ -51,19 +51,19 @@ class _Retrieval(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_xi: Tensor, _taken: None) -> tuple[Tensor | None, ...]:
         state, stored, keys, mask, bias, taken, ends = ctx.saved_tensors
-        wanted = [ctx.needs_input_grad[n] for n in (1, 2, 3, 5)]
-        needed = sum(1 << n for n, want in enumerate(wanted) if want)
+        flags = [ctx.needs_input_grad[n] for n in (1, 2, 3, 5)]
+        needed = sum(1 << n for n, flag in enumerate(flags) if flag)
         # Leaves in the dtype of the computation.
         stored_leaf, keys_leaf, bias_leaf = (
-            None if x is None else x.detach().to(grad_xi.dtype).requires_grad_(want)
-            for x, want in zip((stored, keys, bias), wanted[1:], strict=True)
+            None if x is None else x.detach().to(grad_xi.dtype).requires_grad_(flag)
+            for x, flag in zip((stored, keys, bias), flags[1:], strict=True)
         )
         assert stored_leaf is not None
         patterns = _OfRanks(stored_leaf, keys_leaf, mask, bias_leaf, ctx.options, ctx.peers)
         grads = patterns.gradients(grad_xi, state, taken, ends, needed)
-        triples = zip(grads, wanted, (state, stored, keys, bias), strict=True)
+        triples = zip(grads, flags, (state, stored, keys, bias), strict=True)
         of_state, of_stored, of_keys, of_bias = (
-            grad.to(x.dtype) if want and grad is not None else None for grad, want, x in triples
+            grad.to(x.dtype) if flag and grad is not None else None for grad, flag, x in triples
         )
         return None, of_state, of_stored, of_keys, None, of_bias, None
 
@@ -102,10 +102,11 @@ class _OfRanks(Patterns):
 
     def gradients_of(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
         patterns = (self.stored, self.keys, self.bias)
-        wanted = [x if needed >> n & 1 else None for n, x in enumerate(patterns, 1)]
-        leaves = [steps.state, *(x for x in wanted if x is not None)]
+        needed_patterns = [x if needed >> n & 1 else None for n, x in enumerate(patterns, 1)]
+        inputs = [steps.state, *needed_patterns]
+        leaves = [x for x in inputs if x is not None]
         grads = torch.autograd.grad(
             steps.trace, leaves, grad_out, retain_graph=True, materialize_grads=True
         )
         in_order = iter(grads)
-        return tuple(None if x is None else next(in_order) for x in (steps.state, *wanted))
+        return tuple(None if x is None else next(in_order) for x in inputs)

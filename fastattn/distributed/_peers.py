@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -92,6 +94,31 @@ class Peers:
     def _global(self, rank: int) -> int:
         """The rank's number outside the group."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+class KeyMessages:
+    """Keys [B, Hkv, L, D] and values [B, Hkv, L, Dv] of the ranks, or their gradients, as messages.
+
+    The length L differs between ranks.
+    """
+
+    def __init__(self, key: Tensor, value: Tensor, lengths: Sequence[int]) -> None:
+        self.lengths, self.shapes = lengths, (key.shape, value.shape)
+
+    def packed(self, key: Tensor, value: Tensor) -> Tensor:
+        """Keys and values as one message."""
+        return torch.cat([key.flatten(), value.flatten()])
+
+    def empty(self, rank: int, like: Tensor) -> Tensor:
+        """An uninitialised message of a rank."""
+        (batch, heads, _, width), (*_, value_width) = self.shapes
+        return like.new_empty(batch * heads * self.lengths[rank] * (width + value_width))
+
+    def unpacked(self, message: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+        """Split a message of a rank into keys and values."""
+        shapes = [(batch, heads, self.lengths[rank], d) for batch, heads, _, d in self.shapes]
+        key, value = message.split([math.prod(shape) for shape in shapes])
+        return key.view(shapes[0]), value.view(shapes[1])
 
 
 def process_group(group: Any, op: str = OP) -> dist.ProcessGroup | None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fastattn.backends.primitives import AttentionBackwardOptions, extended
 from fastattn.distributed._call import Call, mask_slices
-from fastattn.distributed._peers import OP, Exchange, Peers
+from fastattn.distributed._peers import OP, Exchange, KeyMessages, Peers
 from fastattn.distributed._schedule import Piece, Schedule
 from fastattn.ops._disentangled import NO_TERMS
 from fastattn.ops.merge_states import merge as merge_states
@@ -48,17 +48,14 @@ class _Block(NamedTuple):
     keys: tuple[Tensor, Tensor] | None
 
 
-class _Travel:
+class _Travel(KeyMessages):
     """The order in which the blocks of keys pass the ranks."""
 
     def __init__(self, call: Call, peers: Peers, schedule: Schedule) -> None:
+        super().__init__(call.key, call.value, call.keys.lengths)
         self.peers, self.size = peers, peers.size
         self.next, self.previous = (peers.rank + 1) % self.size, (peers.rank - 1) % self.size
-        self.lengths = call.keys.lengths
         self.reach = schedule.reach
-        batch, heads, _, width = call.key.shape
-        self.rows = batch, heads
-        self.widths = [width, call.value.shape[3]]
 
     def blocks(self, key: Tensor, value: Tensor, ring_name: str) -> Iterator[_Block]:
         """Yield the block of each step, while the next step's block arrives."""
@@ -80,25 +77,6 @@ class _Travel:
     def name(self, ring_name: str, step: int) -> str:
         """The name of a step in errors."""
         return f"step {step + 1} of {max(self.reach) + 1} of the {ring_name} ring"
-
-    def packed(self, key: Tensor, value: Tensor) -> Tensor:
-        """Keys and values as one message."""
-        return torch.cat([key.flatten(), value.flatten()])
-
-    def empty(self, owner: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """An empty message for the keys and values of ``owner``."""
-        batch, heads = self.rows
-        return like.new_empty(batch * heads * self.lengths[owner] * sum(self.widths), dtype=dtype)
-
-    def unpacked(self, message: Tensor, owner: int) -> tuple[Tensor, Tensor]:
-        """Split a message into keys and values [B, Hkv, L, width]."""
-        length = self.lengths[owner]
-        batch, heads = self.rows
-        flat = message.split([batch * heads * length * width for width in self.widths])
-        key, value = (
-            x.view(batch, heads, length, width) for x, width in zip(flat, self.widths, strict=True)
-        )
-        return key, value
 
 
 class _Ring(torch.autograd.Function):

@@ -162,10 +162,15 @@ def decode_attention(
     batch, device = call.query.shape[0], call.query.device
     before = one_process.checked_lengths(cache_seqlens, batch, cache.total, added, device)
     filled = before + added
-    biases = _table(call, cache, filled), _program(call, cache, peers.rank, filled)
+    table = program = None
+    if call.relative_bias is not None:
+        table = one_process.fold_table(call.relative_bias, call.query, filled, cache.total)
+    if call.mask is not None:
+        part = (call.capacity, filled, _positions(cache, peers.rank), cache.total)
+        program = masks.part_of_cache_program(_OP, call.mask, call.query, *part)
     if call.new is not None:
         _append(call, cache, peers.rank, before)
-    out, lse = _own_part(call, cache, peers.rank, filled, *biases)
+    out, lse = _own_part(call, cache, peers.rank, filled, table, program)
     out, lse = merged_states(peers, "the merge of the keys of all ranks", out, lse)
     if call.sinks is not None:  # a sink of inf has all the weight
         infinite = (call.sinks == torch.inf)[:, :, None]
@@ -227,7 +232,6 @@ def _visible(mask: Any, left: int, right: int, query: Tensor) -> masks.Mask | No
 def _checked_rows(
     key: Any, value: Any, query: Tensor, keys: Tensor, values: Tensor, seqlens: Any, layout: str
 ) -> tuple[Tensor, Tensor]:
-    found = []
     for name, x in (("key", key), ("value", value)):
         checks.check_tensor(_OP, name, x, "[B, H, L, D]", 4, query.device)
         checks.check_constant("decode_attention", name, x)
@@ -235,30 +239,30 @@ def _checked_rows(
             raise RuntimeError(
                 f"{_OP}: {name} must have query's dtype {query.dtype}, got {x.dtype}"
             )
-        found.append(x.transpose(1, 2) if layout == "bnhd" else x)
-    new = found[0], found[1]
-    check_new(new[0], new[1], query, keys, values, seqlens)
-    return new
+    if layout == "bnhd":
+        key, value = key.transpose(1, 2), value.transpose(1, 2)
+    check_new(key, value, query, keys, values, seqlens)
+    return key, value
 
 
 def _compared(call: _Call, seqlens: Any, positions: Layout | None) -> dict[str, str]:
     """The values that must be the same on all ranks, by argument."""
-    found = {"cache_seqlens": repr(seqlens), "positions": repr(positions)}
+    compared = {"cache_seqlens": repr(seqlens), "positions": repr(positions)}
     if isinstance(seqlens, Tensor):
-        found |= described("cache_seqlens", seqlens)
+        compared |= described("cache_seqlens", seqlens)
     for name, x in (("key_cache", call.key_cache), ("value_cache", call.value_cache)):
-        found[name] = f"{checks.name_of(x)} of {x.shape[1]} heads of {x.shape[3]}"
+        compared[name] = f"{checks.name_of(x)} of {x.shape[1]} heads of {x.shape[3]}"
     for name, new in zip(("key", "value"), call.new or (None, None), strict=True):
-        found |= described(name, new)
-    found |= described("query", call.query) | described("sinks", call.sinks)
-    found |= described("alibi_slopes", call.alibi_slopes)
+        compared |= described(name, new)
+    compared |= described("query", call.query) | described("sinks", call.sinks)
+    compared |= described("alibi_slopes", call.alibi_slopes)
     bias = call.relative_bias
     if isinstance(bias, T5):
-        found |= described("relative_bias", bias.table) | {"T5": repr(bias[1:])}
+        compared |= described("relative_bias", bias.table) | {"T5": repr(bias[1:])}
     else:
-        found |= described("relative_bias", bias)
-    found["window, is_causal or mask"] = repr(call.mask)
-    return found | {name: repr(x) for name, x in vars(call.options).items()}
+        compared |= described("relative_bias", bias)
+    compared["window, is_causal or mask"] = repr(call.mask)
+    return compared | {name: repr(x) for name, x in vars(call.options).items()}
 
 
 def _check_positions(cache: Layout, ranks: int, capacities: Mapping[int, int]) -> None:
@@ -296,21 +300,6 @@ def _append(call: _Call, cache: Layout, rank: int, before: Tensor) -> None:
     own = [x[sequence, :, token][:, :, None] for x in (key, value)]
     where = (rows[sequence, token], *call.of(sequence))
     append((call.key_cache, call.value_cache, *own, *where), AppendOptions())
-
-
-def _table(call: _Call, cache: Layout, lengths: Tensor) -> Tensor | None:
-    """The relative bias of each distance in sequences of these lengths, [1, Hq, 2 M + 1]."""
-    if call.relative_bias is None:
-        return None
-    return one_process.fold_table(call.relative_bias, call.query, lengths, cache.total)
-
-
-def _program(call: _Call, cache: Layout, rank: int, lengths: Tensor) -> Tensor | None:
-    """The mask for this rank's keys."""
-    if call.mask is None:
-        return None
-    part = (call.capacity, lengths, _positions(cache, rank), cache.total)
-    return masks.part_of_cache_program(_OP, call.mask, call.query, *part)
 
 
 def _positions(cache: Layout, rank: int) -> tuple[tuple[int, int], ...]:
@@ -359,19 +348,19 @@ def _by_distance(
     most = max(int(own.max()) if own.numel() else 0, query.shape[2], 1) - 1
     near = torch.arange(-most, most + 1, device=own.device)
     out, lse = _of_no_keys(call)
-    for number in of_call.unique().tolist():
-        rows = of_call == number
+    for i_call in of_call.unique().tolist():
+        rows = of_call == i_call
         distances = near + beyond[rows][0]
         shifted = torch.zeros((), dtype=wide, device=own.device)
         if table is not None:
             middle = table.shape[2] // 2
             shifted = table[:, :, (distances + middle).clamp(0, 2 * middle)]
         if slopes is not None:
-            factors = slopes[number if several else 0].to(wide)
+            factors = slopes[i_call if several else 0].to(wide)
             shifted = shifted - factors[None, :, None] * distances.abs()
-        found = call.run(torch.where(rows, own, 0), shifted, program)
-        out = torch.where(rows[:, None, None, None], found[0], out)
-        lse = torch.where(rows[:, None, None], found[1], lse)
+        out_of_rows, lse_of_rows = call.run(torch.where(rows, own, 0), shifted, program)
+        out = torch.where(rows[:, None, None, None], out_of_rows, out)
+        lse = torch.where(rows[:, None, None], lse_of_rows, lse)
     return out, lse
 
 

@@ -120,14 +120,15 @@ def memory_hop_attention(
             need_weights=need_weights,
         )
         names = ("query", "in_memory", "out_memory", "hop_proj", "memory_mask", "memory_bias")
-        given = dict(zip(names, arguments, strict=False))
+        tensors = dict(zip(names, arguments, strict=False))
 
         def compared() -> dict[str, str]:
-            found = {name: repr(x) for name, x in vars(arguments[-1]).items()}
-            found |= described("query", given["query"]) | described("hop_proj", given["hop_proj"])
+            values = {name: repr(x) for name, x in vars(arguments[-1]).items()}
+            values |= described("query", tensors["query"])
+            values |= described("hop_proj", tensors["hop_proj"])
             for name in ("in_memory", "out_memory"):
-                found |= described(name, given[name], rows=True)
-            return found | _differentiated(given)
+                values |= described(name, tensors[name], rows=True)
+            return values | _differentiated(tensors)
 
         return arguments, compared, ()
 
@@ -226,15 +227,15 @@ def hopfield_retrieve(
         def compared() -> dict[str, str]:
             options = (*limits, p, need_weights, need_steps)
             names = "update_steps_max update_steps_eps stop grad dropout_p need_weights need_steps"
-            found = {n: repr(x) for n, x in zip(names.split(), options, strict=True)}
+            values = {n: repr(x) for n, x in zip(names.split(), options, strict=True)}
             if isinstance(beta, Tensor):
-                found |= described("beta", beta)
+                values |= described("beta", beta)
             else:
-                found["beta"] = repr(call.scale)
-            found |= described("state", state) | described("stored", stored, rows=True)
-            found |= described("projection", projection, rows=True)
-            given = {"state": state, "stored": stored, "projection": projection, "beta": beta}
-            return found | _differentiated(given | {"attn_mask": attn_mask})
+                values["beta"] = repr(call.scale)
+            values |= described("state", state) | described("stored", stored, rows=True)
+            values |= described("projection", projection, rows=True)
+            tensors = {"state": state, "stored": stored, "projection": projection, "beta": beta}
+            return values | _differentiated(tensors | {"attn_mask": attn_mask})
 
         return (call, p), compared, (call.stored.shape[2], seed)
 
@@ -278,14 +279,14 @@ def _dropped(
     """Dropout with the draws of one process; ``numbers`` are each rank's rows and seed."""
     if not check:
         own = torch.tensor(numbers[peers.rank], device=device)
-        found = gather(peers, own, [2] * peers.size, "the comparison of the seeds")
-        numbers = [x.tolist() for x in found]
+        gathered = gather(peers, own, [2] * peers.size, "the comparison of the seeds")
+        numbers = [x.tolist() for x in gathered]
     first = sum(rows for rows, _ in numbers[: peers.rank])
     seed = torch.tensor(numbers[0][1], device=device)
     return replace(options, dropout_p=p, first_key=first), seed
 
 
-def _differentiated(given: Mapping[str, Any]) -> dict[str, str]:
+def _differentiated(arguments: Mapping[str, Any]) -> dict[str, str]:
     """The arguments with a gradient, on which the messages of the backward depend."""
-    found = [n for n, x in given.items() if isinstance(x, Tensor) and x.requires_grad]
-    return {"requires_grad": str(found if torch.is_grad_enabled() else [])}
+    names = [n for n, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad]
+    return {"requires_grad": str(names if torch.is_grad_enabled() else [])}

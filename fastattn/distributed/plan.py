@@ -106,8 +106,8 @@ def plan(
         >>> from fastattn.distributed import Layout, plan
         >>> lengths = [1024] * 4
         >>> for layout in (Layout.contiguous(lengths), Layout.zigzag(lengths)):
-        ...     found = plan(layout, heads=6, head_dim=64, is_causal=True)
-        ...     print([f"{share.idle:.2f}" for share in found.shares["ring"]])
+        ...     shares = plan(layout, heads=6, head_dim=64, is_causal=True).shares["ring"]
+        ...     print([f"{share.idle:.2f}" for share in shares])
         ['0.86', '0.57', '0.29', '0.00']
         ['0.00', '0.00', '0.00', '0.00']
     """
@@ -136,7 +136,8 @@ def cheapest(call: Call, ranks: int) -> str:
     """The method that ``method="auto"`` chooses."""
     # Ulysses would have to exchange the rows of a mask, too. Only the ring has a kernel for the
     # gradient of slopes.
-    if call.attn_mask is not None or _needs_slopes(call) or not heads_divide(call, ranks):
+    needs_slopes = call.alibi_slopes is not None and call.alibi_slopes.requires_grad
+    if call.attn_mask is not None or needs_slopes or not heads_divide(call, ranks):
         return "ring"
     if ranks == 1:
         return "allgather"
@@ -153,11 +154,6 @@ def cheapest(call: Call, ranks: int) -> str:
         backward=False,
     )
     return _fewest(_shares(sizes))
-
-
-def _needs_slopes(call: Call) -> bool:
-    """Whether the call needs the gradient of its ALiBi slopes."""
-    return call.alibi_slopes is not None and call.alibi_slopes.requires_grad
 
 
 def _fewest(shares: Any) -> str:

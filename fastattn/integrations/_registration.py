@@ -6,11 +6,12 @@ import abc
 import importlib
 import re
 import threading
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import MutableMapping
+from typing import Any, Generic, TypeVar
 
 Self = TypeVar("Self", bound="Undoable")
 Name = TypeVar("Name")
-Taken = TypeVar("Taken", contravariant=True)
+ABSENT = object()  # the previous value of an entry that did not exist
 
 # Guards every change that an integration makes. Reentrant: the garbage collector may delete an
 # accelerated model, which takes the lock, while the same thread holds it.
@@ -30,29 +31,22 @@ class Undoable(abc.ABC):
         self.undo()
 
 
-class Registry(Protocol[Taken]):
+class Registry(abc.ABC, Generic[Name]):
     """The registry of another library, with a reference count for each served name."""
 
-    def serve(self, name: Taken) -> None: ...
-
-    def release(self, name: Taken) -> None: ...
-
-
-class Counted(abc.ABC, Generic[Name]):
-    """A registry of one name with a reference count: it is removed with its last registration."""
-
-    _registrations = 0
+    def __init__(self, counts: MutableMapping[Name, int] | None = None) -> None:
+        self._counts: MutableMapping[Name, int] = {} if counts is None else counts
 
     def serve(self, name: Name) -> None:
         """Add the name with its first registration."""
-        if not self._registrations:
+        if not self._counts.get(name):
             self.add(name)
-        self._registrations += 1
+        self._counts[name] = self._counts.get(name, 0) + 1
 
     def release(self, name: Name) -> None:
         """Remove the name with its last registration."""
-        self._registrations -= 1
-        if not self._registrations:
+        self._counts[name] -= 1
+        if not self._counts[name]:
             self.remove(name)
 
     @abc.abstractmethod
@@ -84,6 +78,14 @@ class Registration(Undoable):
             names, self._names = self._names, ()
             for name in names:
                 self._registry.release(name)
+
+
+def restore(entries: MutableMapping[str, Any], name: str, before: Any) -> None:
+    """Give an entry its previous value, which may be ABSENT."""
+    if before is ABSENT:
+        del entries[name]
+    else:
+        entries[name] = before
 
 
 def check_version(library: str, oldest: tuple[int, int], below: tuple[int, int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 import weakref
@@ -188,10 +189,10 @@ class _Changes:
 
     def make(self, model: nn.Module, linear: bool, unpad: bool) -> dict[str, str]:
         """Change what is not changed yet. Returns why a library is not served, by its name."""
-        modules = dict(model.named_modules())
-        replaced = [*replace_mha(model), *replace_encoders(model)]
-        replaced += replace_linear(model) if linear else ()
-        self._replaced += [weakref.ref(modules[name]) for name in replaced]
+        self._replace(model, replace_mha)
+        self._replace(model, replace_encoders)
+        if linear:
+            self._replace(model, replace_linear)
         why_not_served = {}
         for library, serve in (
             ("transformers", self._transformers),
@@ -207,14 +208,17 @@ class _Changes:
             if linear:
                 self._experts(model)
             # Its import loads parts of transformers.
-            layers = importlib.import_module("fastattn.integrations.transformers._layers")
-            replaced = replace(model, layers.layer_class)
-            replaced += replace(model, layers.encoder_class) if unpad else ()
-            replaced += replace(model, layers.model_class)
             relative = importlib.import_module("fastattn.integrations.transformers._relative")
-            replaced += replace(model, lambda module: relative.relative_class(module, unpad))
-            self._replaced += [weakref.ref(modules[name]) for name in replaced]
+            self._replace(model, replace, functools.partial(relative.native_class, unpad=unpad))
         return why_not_served
+
+    def _replace(
+        self, model: nn.Module, replace_in: Callable[..., list[str]], *arguments: Any
+    ) -> None:
+        """Change the classes of modules, and remember these modules."""
+        modules = dict(model.named_modules())
+        names = replace_in(model, *arguments)
+        self._replaced += [weakref.ref(modules[name]) for name in names]
 
     def activate(self) -> None:
         """Serve PyTorch's own function, once for this model."""
@@ -284,11 +288,9 @@ class _Changes:
                 processor._attention_backend = names(_NAME)
 
     def _tabpfn(self, model: nn.Module) -> None:
-        modules = dict(model.named_modules())
-        if any(map(tabpfn.is_of_tabpfn, modules.values())):
+        if any(map(tabpfn.is_of_tabpfn, model.modules())):
             self._register("tabpfn", tabpfn.register)
-            replaced = replace(model, tabpfn.block_class)
-            self._replaced += [weakref.ref(modules[name]) for name in replaced]
+            self._replace(model, replace, tabpfn.block_class)
 
     def _register(self, library: str, register: Callable[[], Registration]) -> None:
         """Register with a library, once for this model."""
@@ -402,6 +404,11 @@ _RELATIVE = "relative attention"
 _STEPS = "a product and a softmax"
 _NOTHING = "nothing known"
 _UNCERTAIN = (_STEPS, _NOTHING)
+_NEVER_SERVED = {
+    _FLEX: "PyTorch generates its kernel",
+    _STEPS: "no function to replace",
+    _NOTHING: "no function to replace was found in its code",
+}
 
 _BY_NAME = {
     "ALL_ATTENTION_FUNCTIONS": _TRANSFORMERS,
@@ -469,12 +476,8 @@ def _verdict(
     elif call == _RELATIVE:
         device = _example(module, named[""]).device
         why_not = "" if device.type == "cpu" else f"its kernels are for the CPU, not {device}"
-    elif call == _FLEX:
-        why_not = "PyTorch generates its kernel"
-    elif call == _STEPS:
-        why_not = "no function to replace"
     else:
-        why_not = "no function to replace was found in its code"
+        why_not = _NEVER_SERVED[call]
     if why_not:
         return call, "", why_not
     return call, *_backend(_example(module, named[""]))

@@ -14,7 +14,13 @@ from typing import Any
 
 from torch import nn
 
-from fastattn.integrations._registration import Registration, check_version
+from fastattn.integrations._registration import (
+    ABSENT,
+    Registration,
+    Registry,
+    check_version,
+    restore,
+)
 
 __all__ = ["Registration", "unpad_inputs"]
 
@@ -25,7 +31,6 @@ OLDEST, BELOW = (6, 2), (7, 0)
 _NAME = "fastattn"  # in the registry of transformers
 # The arguments that the model passes on to each attention layer.
 _PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-_ABSENT = object()
 
 
 def unpad_inputs(model: nn.Module) -> Registration:
@@ -90,18 +95,15 @@ def _why_not(module: Any) -> str:
     return ""
 
 
-class _Packed:
-    """The modules that pack their texts, with a reference count for each module."""
+class _Packed(Registry[nn.Module]):
+    """The modules that pack their texts."""
 
     def __init__(self) -> None:
-        self._registrations = weakref.WeakKeyDictionary[nn.Module, int]()
+        super().__init__(weakref.WeakKeyDictionary())
         self._before = weakref.WeakKeyDictionary[nn.Module, dict[str, Any]]()
 
-    def serve(self, module: Any) -> None:
-        """Make a module pack its texts, with its first registration."""
-        self._registrations[module] = self._registrations.get(module, 0) + 1
-        if self._registrations[module] > 1:
-            return
+    def add(self, module: Any) -> None:
+        """Make a module pack its texts."""
         attributes = vars(module)
         # sentence-transformers sets the same attributes for flash-attention.
         packing = {
@@ -112,19 +114,13 @@ class _Packed:
         }
         if module.model_forward_params is not None:
             packing["model_forward_params"] = module.model_forward_params | _PACKED
-        self._before[module] = {name: attributes.get(name, _ABSENT) for name in packing}
+        self._before[module] = {name: attributes.get(name, ABSENT) for name in packing}
         attributes.update(packing)
 
-    def release(self, module: Any) -> None:
-        """Restore a module with its last registration."""
-        self._registrations[module] -= 1
-        if self._registrations[module]:
-            return
+    def remove(self, module: Any) -> None:
+        """Make a module pad its texts again."""
         for name, value in self._before.pop(module).items():
-            if value is _ABSENT:
-                del vars(module)[name]
-            else:
-                vars(module)[name] = value
+            restore(vars(module), name, value)
 
 
 _packed = _Packed()

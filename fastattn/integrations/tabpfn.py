@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastattn import compat, dispatch
-from fastattn.integrations._registration import Counted, Registration, check_version
+from fastattn.integrations._registration import Registration, Registry, check_version
 from fastattn.nn._encoder_layer import (
     LINEAR,
     Native,
@@ -83,10 +83,11 @@ class _Backend:
         return out.transpose(1, 2)
 
 
-class _Registry(Counted[str]):
+class _Registry(Registry[str]):
     """TabPFN's registry of attention backends; the latest registration has priority."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._backends: Any = importlib.import_module(
             "tabpfn.architectures.shared.attention_backends"
         )
@@ -141,15 +142,15 @@ class FusedBlock(Native):
         writes the result in its place."""
         x = x_BRCE_container[0] if isinstance(x_BRCE_container, list) else x_BRCE_container
         in_place = save_peak_memory_factor is not None
-        made = self._fused(x, single_eval_pos, cached_kv, in_place, return_kv)
-        if made is None:
+        results = self._fused(x, single_eval_pos, cached_kv, in_place, return_kv)
+        if results is None:
             stock: Any = super()
             named = {"cached_kv": cached_kv, "return_kv": return_kv}
             result: tuple[Tensor, Any] = stock.forward(
                 x_BRCE_container, single_eval_pos, save_peak_memory_factor, **named
             )
             return result
-        y, key, value = made
+        y, key, value = results
         if isinstance(x_BRCE_container, list):
             del x_BRCE_container[0]
         return y, _cache_entry()(key=key, value=value) if return_kv else None
@@ -157,7 +158,7 @@ class FusedBlock(Native):
     def _fused(self, x: Any, known: int, cached: Any, in_place: bool, keeps: bool) -> Any:
         if not compat.may_plan() or compat.has_global_hook():
             return None
-        plan: _Block | None = plan_of(self, _Block)
+        plan = plan_of(self, _Block)
         if plan is None or plan.options is None or plan.why_not(x.dtype):
             return None
         run: Any = dispatch.load("cpu").table_layer  # type: ignore[union-attr]
@@ -168,7 +169,7 @@ class FusedBlock(Native):
         return run(x, *cache, eps=eps, known=known, **plan.options, **calls)
 
     def why_not_native(self) -> str:
-        plan: _Block | None = plan_of(self, _Block)
+        plan = plan_of(self, _Block)
         if plan is None or plan.options is None:
             return "a part of it is of another class, is watched by a hook, or has unusual options"
         weight = plan.options["parts"][0][0]

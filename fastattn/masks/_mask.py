@@ -104,7 +104,7 @@ def program(op: str, mask: Any, query: Tensor, k_len: int, offset: int) -> Tenso
 
 def dense_mask(op: str, mask: Any) -> Mask:
     """Check and convert the ``mask`` argument of attention without packed sequences."""
-    return _given(op, mask, "Mask or BlockMask (attn_mask takes tensors)")
+    return _checked(op, mask, "Mask or BlockMask (attn_mask takes tensors)")
 
 
 def part_program(mask: Mask, part: PartCall) -> Tensor:
@@ -131,7 +131,7 @@ def packed_program(
     """
     batch, lengths = starts[0].shape[0] - 1, (query.shape[0], key.shape[0])
     call = PackedCall(op, batch, 1, *lengths, query.device, *starts, last)
-    return _given(op, mask, "Mask")._program(call)
+    return _checked(op, mask, "Mask")._program(call)
 
 
 def cache_program(op: str, mask: Any, query: Tensor, capacity: int, filled: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def cache_program(op: str, mask: Any, query: Tensor, capacity: int, filled: Tens
 
 def cache_mask(op: str, mask: Any) -> Mask:
     """Check and convert the ``mask`` argument of attention to a cache."""
-    return _given(op, mask, "Mask")
+    return _checked(op, mask, "Mask")
 
 
 def part_of_cache_program(
@@ -161,11 +161,11 @@ def part_of_cache_program(
     return mask._program(PartOfCacheCall(*call))
 
 
-def _given(op: str, mask: Any, expected: str) -> Mask:
-    found = mask if isinstance(mask, Mask) else _as_mask(f"{op}: mask", mask)
-    if found is None:
+def _checked(op: str, mask: Any, expected: str) -> Mask:
+    converted = _as_mask(f"{op}: mask", mask)
+    if converted is None:
         raise wrong_type(op, "mask", mask, expected)
-    return found
+    return converted
 
 
 # --- combinations --------------------------------------------------------------------------------
@@ -359,9 +359,9 @@ def from_function(
     if not callable(mask_mod):
         raise wrong_type("from_function", "mask_mod", mask_mod, "a function")
     lengths, block = (Lq, Lk), (128, 128)
-    found = blocks_of_function(mask_mod, (batch, heads), lengths, block, device)
+    states, bits = blocks_of_function(mask_mod, (batch, heads), lengths, block, device)
     name = f"from_function({getattr(mask_mod, '__name__', mask_mod)}, {Lq} x {Lk})"
-    return _Blocks(name, lengths, block, *found)
+    return _Blocks(name, lengths, block, states, bits)
 
 
 def from_block_mask(block_mask: Any) -> Mask:

@@ -53,8 +53,8 @@ class Observation:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Observation):
             return NotImplemented
-        ours, theirs = self._values, other._values
-        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+        a, b = self._values, other._values
+        return len(a) == len(b) and all(map(_same, a, b))
 
     __hash__ = None  # type: ignore[assignment]
 

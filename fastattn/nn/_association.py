@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -142,20 +143,15 @@ class Association(nn.Module):
 
     def project(self, stored: Tensor, state: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Return state, stored and value as heads; stored and value may have N = 1."""
+        # A static input has no rows in the joint weight; static values have a bias all the same.
+        static = (self.query_as_static, self.key_as_static, self.value_as_static)
+        rows = [0 if is_static else self.num_heads * (self.head_dim or 0) for is_static in static]
+        weights: list[Any] = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
         if self._qkv_same_embed_dim and self.in_proj_weight is not None:
-            static = (self.query_as_static, self.key_as_static, self.value_as_static)
-            counts = [0 if s else self.num_heads * (self.head_dim or 0) for s in static]
-            weights = list(self.in_proj_weight.split(counts))
-        else:
-            weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
-        biases: list[Tensor | None] = [None, None, None]
+            weights = list(self.in_proj_weight.split(rows))
+        biases: Sequence[Tensor | None] = (None, None, None)
         if self.in_proj_bias is not None:
-            start = 0
-            for n, is_static in enumerate((self.query_as_static, self.key_as_static)):
-                if not is_static:
-                    width = self.num_heads * (self.head_dim or 0)
-                    biases[n], start = self.in_proj_bias[start : start + width], start + width
-            biases[2] = self.in_proj_bias[start:]
+            biases = self.in_proj_bias.split([*rows[:2], len(self.in_proj_bias) - sum(rows[:2])])
         q = self._heads(state, weights[0], biases[0], self.query_as_static)
         k = self._heads(stored, weights[1], biases[1], self.key_as_static)
         if self.value_as_connected and not self.key_as_static:
@@ -239,13 +235,9 @@ class Association(nn.Module):
             return result if need_weights else (result, None)
 
         if isinstance(steps_max, Tensor) or isinstance(steps_eps, Tensor):  # one limit per head
+            limits = (scaling, steps_max, steps_eps)
             results = [
-                retrieve(
-                    slice(h, h + 1),
-                    scaling[h] if isinstance(scaling, Tensor) else scaling,
-                    steps_max[h] if isinstance(steps_max, Tensor) else steps_max,
-                    steps_eps[h] if isinstance(steps_eps, Tensor) else steps_eps,
-                )
+                retrieve(slice(h, h + 1), *(x[h] if isinstance(x, Tensor) else x for x in limits))
                 for h in range(self.num_heads)
             ]
             out = torch.cat([part[0] for part in results], 1)

@@ -14,6 +14,7 @@ from fastattn.nn._masks import merge_masks
 if TYPE_CHECKING:
     from fastattn.distributed import Layout
 
+AnyContext = TypeVar("AnyContext", bound="Context")
 Module = TypeVar("Module", bound="ContextParallel")
 
 
@@ -24,6 +25,23 @@ class Context:
     group: Any
     method: str
     layout: str | Layout
+
+    @classmethod
+    def checked(cls: type[AnyContext], group: Any, method: Any, layout: Any) -> AnyContext:
+        """Check the options and return their context."""
+        from fastattn.distributed import Layout
+        from fastattn.distributed._call import LAYOUTS, METHODS
+
+        if method not in METHODS:
+            raise ValueError(
+                f"context_parallel: method must be one of {', '.join(METHODS)}, got {method!r}"
+            )
+        if not isinstance(layout, Layout) and layout not in LAYOUTS:
+            raise ValueError(
+                f"context_parallel: layout must be a Layout or one of {', '.join(LAYOUTS)}, got "
+                f"{layout!r}"
+            )
+        return cls(group, method, layout)
 
     def attend(
         self,
@@ -106,7 +124,7 @@ class ContextParallel(nn.Module):
                 attention; a :class:`fastattn.nn.Transformer` of tokens. In ``forward``: attention
                 weights, a cache, NestedTensors.
         """
-        context = checked(group, method, layout) if enabled else None
+        context = Context.checked(group, method, layout) if enabled else None
         modules = [m for m in self.modules() if isinstance(m, ContextParallel)]
         for part in modules if enabled else []:
             part._check_context()
@@ -122,23 +140,6 @@ class ContextParallel(nn.Module):
 
     def _check_context(self) -> None:
         """Raise if the module cannot work on shards."""
-
-
-def checked(group: Any, method: Any, layout: Any) -> Context:
-    """Check the options and return their context."""
-    from fastattn.distributed import Layout
-    from fastattn.distributed._call import LAYOUTS, METHODS
-
-    if method not in METHODS:
-        raise ValueError(
-            f"context_parallel: method must be one of {', '.join(METHODS)}, got {method!r}"
-        )
-    if not isinstance(layout, Layout) and layout not in LAYOUTS:
-        raise ValueError(
-            f"context_parallel: layout must be a Layout or one of {', '.join(LAYOUTS)}, got "
-            f"{layout!r}"
-        )
-    return Context(group, method, layout)
 
 
 def unsupported(feature: str) -> NotImplementedError:

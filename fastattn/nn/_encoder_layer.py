@@ -17,7 +17,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,31 +26,31 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fastattn import compat, dispatch, evidence
 from fastattn.compat import runs_eagerly
+from fastattn.nn._leaf import is_symbolic, leaf
 from fastattn.nn.linear import Linear
 from fastattn.nn.mha import keep_forward_called
 
 
 class Names(NamedTuple):
-    """Where a layer keeps its parts: dotted names of modules, from the layer on."""
+    """Where a layer keeps its parts: dotted names of modules and attributes, from the layer on."""
 
     linear: str  # of query, key, value, output, and the two of the MLP; or "joint" for the first 3
     norms: str  # the first and the second, LayerNorm or RMSNorm
-    attention: str  # the module with the number of heads
-    heads: str  # the attribute of that number
-    activation: str  # "" where the next is an attribute of the layer
-    function: str  # the attribute of the activation
-    norm_first: bool
+    heads: str  # the number of heads, an attribute of the attention
+    activation: str
+    norm_first: bool = False
     scales: str = ""  # of the two outputs before their residuals: modules with `lambda1`
 
+    @property
+    def attention(self) -> str:
+        return self.heads.rpartition(".")[0]
 
-PYTORCH = Names(
+
+PYTORCH = Names(  # the layer itself has `norm_first`
     linear="joint self_attn.out_proj linear1 linear2",
     norms="norm1 norm2",
-    attention="self_attn",
-    heads="num_heads",
-    activation="",
-    function="activation",
-    norm_first=False,  # the layer says so itself
+    heads="self_attn.num_heads",
+    activation="activation",
 )
 
 _RELU, _GELU, _GELU_TANH, _SILU = 1, 2, 3, 4  # MlpActivation in csrc/params.h
@@ -75,11 +75,17 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def part_of(layer: nn.Module, path: str) -> Any:
-    """A module inside a layer, by its dotted name."""
-    found: Any = layer
-    for name in path.split("."):
-        found = compat.children_of(found)[name]
-    return found
+    """A module inside a layer, by its dotted name; the layer itself is ""."""
+    part: Any = layer
+    for name in filter(None, path.split(".")):
+        part = compat.children_of(part)[name]
+    return part
+
+
+def _attribute(layer: nn.Module, path: str) -> Any:
+    """An attribute inside a layer, by its dotted name."""
+    owner, _, name = path.rpartition(".")
+    return getattr(part_of(layer, owner), name)
 
 
 class Plan:
@@ -92,7 +98,11 @@ class Plan:
         modules = [*inside]
         of_modules = [x for module in modules for x in compat.state_of(module)]
         self.facts = native.Facts([*of_modules, *state], modules)
-        self.holds: Callable[[], bool] = self.facts.hold
+
+    def holds(self) -> bool:
+        """Whether nothing that the plan depends on has changed."""
+        facts_hold: bool = self.facts.hold()
+        return facts_hold
 
 
 class _Layer(Plan):
@@ -114,9 +124,8 @@ class _Layer(Plan):
         """What the native plan is made of; None if it can have none."""
         linear = [None if x == "joint" else part_of(layer, x) for x in names.linear.split()]
         norms = [part_of(layer, path) for path in names.norms.split()]
-        attention = part_of(layer, names.attention)
-        function = part_of(layer, names.activation) if names.activation else layer
-        activation = _activation(getattr(function, names.function, None))
+        attention, heads = part_of(layer, names.attention), _attribute(layer, names.heads)
+        activation = _activation(_attribute(layer, names.activation))
         pairs: list[Any] = [(x.weight, x.bias) for x in linear if x is not None]
         pairs += [(x.weight, getattr(x, "bias", None)) for x in norms]
         joint = linear[0] is None
@@ -124,7 +133,6 @@ class _Layer(Plan):
             pairs[:0] = [(attention.in_proj_weight, attention.in_proj_bias), None, None]
         scales = [part_of(layer, path) for path in names.scales.split()]
         pairs += [(x.lambda1, None) for x in scales] or [None, None]
-        heads = getattr(attention, names.heads)
         eps = [x.eps for x in norms]
         self.weight: Tensor = pairs[3][0]
         width = self.weight.shape[0]
@@ -151,44 +159,41 @@ class _Layer(Plan):
         eps = [torch.finfo(torch.float32).eps if x is None else x for x in eps]
         norm_first = bool(getattr(layer, "norm_first", names.norm_first))
         options = (heads, norm_first, type(norms[0]) is nn.RMSNorm, *eps, activation)
-        sizes = [_most(x) if x in dtypes else (0, 0) for x in _DTYPES]
+        sizes = [_limits(x) if x in dtypes else (0, 0) for x in _DTYPES]
         return (tuple(pairs), *options, sizes)
 
 
 def _is_usual_attention(attention: Any, width: int) -> bool:
     """Whether a ``MultiheadAttention`` has none of its options."""
-    usual = {
-        "batch_first": True,
-        "_qkv_same_embed_dim": True,
-        "add_zero_attn": False,
-        "embed_dim": width,
-    }
-    given = {name: getattr(attention, name, None) for name in _OPTIONS_OF_ATTENTION}
-    is_usual = all(given[name] == usual.get(name) for name in given)
+    usual = dict.fromkeys(("bias_k", "bias_v", "head_network", "relative_bias", "_watch"))
+    usual |= {"_context": None, "batch_first": True, "embed_dim": width}
+    usual |= {"_qkv_same_embed_dim": True, "add_zero_attn": False}
+    is_usual = all(getattr(attention, name, None) == value for name, value in usual.items())
     return is_usual and isinstance(attention, nn.MultiheadAttention)
 
 
-_OPTIONS_OF_ATTENTION = (
-    "batch_first embed_dim _qkv_same_embed_dim bias_k bias_v add_zero_attn head_network "
-    "relative_bias _watch _context"
-).split()
-_known: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+_plans: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
 
-def plan_of(module: nn.Module, make: Callable[..., Any], *arguments: Any) -> Any:
+def cached_plan(module: nn.Module) -> Any:
+    """The last plan of a module, which may no longer hold; None if it had none."""
+    return _plans.get(module)
+
+
+def plan_of(module: nn.Module, make: Callable[..., AnyPlan], *arguments: Any) -> AnyPlan | None:
     """The plan of a module, which ``make(module, *arguments)`` makes; None if none can have one."""
-    plan = _known.get(module)
+    plan: AnyPlan | None = _plans.get(module)
     if plan is None or not plan.holds():
         if isinstance(dispatch.load("cpu"), str) or compat.MISSING:
             return None
-        plan = _known[module] = make(module, *arguments)
+        plan = _plans[module] = make(module, *arguments)
     return plan
 
 
-def planned(layer: nn.Module, names: Names) -> _Layer | None:
+def layer_plan(layer: nn.Module, names: Names) -> _Layer | None:
     """The plan of an encoder layer."""
-    plan: _Layer | None = plan_of(layer, _Layer, names)
-    return plan
+    return plan_of(layer, _Layer, names)
 
 
 class Native(nn.Module):
@@ -220,8 +225,10 @@ class FusedEncoderLayer(Native):
         is_causal: bool = False,
     ) -> Tensor:
         """As ``torch.nn.TransformerEncoderLayer``."""
+        if is_symbolic(src):
+            return leaf(self, src, src_mask, src_key_padding_mask, is_causal)
         if src_mask is None and src_key_padding_mask is None and not is_causal:
-            y = served((self,), self.NAMES, src)
+            y = run_native((self,), self.NAMES, src)
             if y is not None:
                 return y
         stock: Any = super()
@@ -253,88 +260,92 @@ class FusedEncoder(nn.Module):
         if any(type(layer).forward.__module__ not in _FORWARDS for layer in layers):
             return None
         if padding is None:
-            return served(layers, PYTORCH, src)
+            return run_native(layers, PYTORCH, src)
         if src.dim() != 3 or padding.shape != src.shape[:2] or padding.dtype != torch.bool:
             return None
-        if not may_be_served(layers, PYTORCH) or not runs_eagerly(src, padding):
+        if not can_run_native(layers, PYTORCH) or not runs_eagerly(src, padding):
             return None
-        rows, starts, back = joined(src, padding)
-        y = served(layers, PYTORCH, rows, starts)
-        return None if y is None else back(y)
+        rows, starts, restore = without_padding(src, padding)
+        y = run_native(layers, PYTORCH, rows, starts)
+        return None if y is None else restore(y)
 
 
-# Of the layers whose own forward computes what `PYTORCH` describes.
-_FORWARDS = ("torch.nn.modules.transformer", "fastattn.nn.transformer", __name__)
+# The modules whose layers compute in their own forward what `PYTORCH` describes.
+_FORWARDS = ("torch.nn.modules.transformer", __name__)
 
 
-def served(
+def run_native(
     layers: Collection[nn.Module],
     names: Names,
     x: Tensor,
     starts: Tensor | None = None,
     relative_bias: Tensor | None = None,
 ) -> Any:
-    """The layers on ``x``, one after the other, in one native call; None if their own forwards must
-    run.
+    """Apply the layers to ``x``, one after the other, in one native call; None if their own
+    forwards must run.
 
     ``x`` is [B, L, E], or [rows, E] of sequences one after the other, which begin at ``starts``
     [B + 1], in int32. ``relative_bias`` [heads, distances] of the scores, in float32, has distance
-    0 in the middle. Hooks of the layers themselves are the caller's to look for.
+    0 in the middle. The caller looks for hooks of the layers themselves.
     """
     if not layers or not compat.may_plan() or compat.has_global_hook():
         return None
-    kept = [_known.get(layer) for layer in layers]
-    plans = tuple([each.native for each in kept if each is not None])
-    if len(plans) == len(layers) and None not in plans:
+    plans = [_plans.get(layer) for layer in layers]
+    native_plans = tuple([plan.native for plan in plans if plan is not None])
+    if len(native_plans) == len(layers) and None not in native_plans:
         run: Any = dispatch.load("cpu").encoder_layers  # type: ignore[union-attr]
         wants_gradients = torch.is_grad_enabled()
-        y = run(x, starts, relative_bias, plans=plans, wants_gradients=wants_gradients)
+        y = run(x, starts, relative_bias, plans=native_plans, wants_gradients=wants_gradients)
         if y is not None:
             return y
-    if all(each is not None and each.holds() for each in kept) or not may_be_served(layers, names):
+    if all(plan is not None and plan.holds() for plan in plans):
         return None
-    return served(layers, names, x, starts, relative_bias)
+    if not can_run_native(layers, names):
+        return None
+    return run_native(layers, names, x, starts, relative_bias)
 
 
-def may_be_served(layers: Collection[nn.Module], names: Names) -> bool:
-    """Whether :func:`served` would run the layers on some tensor."""
+def can_run_native(layers: Collection[nn.Module], names: Names) -> bool:
+    """Whether :func:`run_native` would apply the layers to some tensor."""
     if not layers or not compat.may_plan() or compat.has_global_hook():
         return False
-    kept = [planned(layer, names) for layer in layers]
-    return all(each is not None and each.native is not None for each in kept)
+    plans = [layer_plan(layer, names) for layer in layers]
+    return all(plan is not None and plan.native is not None for plan in plans)
 
 
-def _why_not(layer: nn.Module, names: Any) -> str:
-    kept = planned(layer, names)
-    if kept is None or not kept.is_usual:
+def _why_not(layer: nn.Module, names: Names) -> str:
+    plan = layer_plan(layer, names)
+    if plan is None or not plan.is_usual:
         return "a part of it is of another class, is watched by a hook, or has unusual options"
-    weight = kept.weight
+    weight = plan.weight
     if weight.dtype not in _DTYPES or not weight.is_cpu:
         return f"it is in {str(weight.dtype).removeprefix('torch.')} on {weight.device}"
-    if not _most(weight.dtype)[0]:
+    if not _limits(weight.dtype)[0]:
         return "its operators are faster on this processor"
     return ""
 
 
-def joined(x: Tensor, padding: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-    """The rows [T, E] of x [B, L, E] that are no padding, where each sequence begins, [B + 1] in
-    int32, and how to put rows back.
+def without_padding(
+    x: Tensor, padding: Tensor
+) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    """Pack the rows of x [B, L, E] that are not padding: ``(rows, starts, restore)``.
 
-    ``padding`` [B, L] is True at padding, where the result is 0.
+    ``padding`` [B, L] is True at padding. ``rows`` is [T, E], ``starts`` [B + 1] in int32 says
+    where each sequence begins, and ``restore`` puts rows back in place, with 0 for padding.
     """
-    kept = padding.logical_not()
-    places = kept.flatten().nonzero().flatten()
+    is_row = padding.logical_not()
+    places = is_row.flatten().nonzero().flatten()
     width = x.shape[-1]
 
-    def back(rows: Tensor) -> Tensor:
+    def restore(rows: Tensor) -> Tensor:
         return rows.new_zeros(*x.shape).view(-1, width).index_copy_(0, places, rows).view(x.shape)
 
-    starts = F.pad(kept.sum(1), (1, 0)).cumsum(0, dtype=torch.int32)
-    return x.reshape(-1, width).index_select(0, places), starts, back
+    starts = F.pad(is_row.sum(1), (1, 0)).cumsum(0, dtype=torch.int32)
+    return x.reshape(-1, width).index_select(0, places), starts, restore
 
 
 @functools.cache
-def _most(dtype: torch.dtype) -> tuple[int, int]:
+def _limits(dtype: torch.dtype) -> tuple[int, int]:
     """The largest rows·E·F for which the native layer is faster than its operators, and the most
     rows for which it is at any width."""
     native = dispatch.load("cpu")
@@ -345,8 +356,8 @@ def _most(dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _forget() -> None:
-    _most.cache_clear()
-    _known.clear()
+    _limits.cache_clear()
+    _plans.clear()
 
 
 evidence.on_change(_forget)
@@ -354,7 +365,7 @@ evidence.on_change(_forget)
 
 def largest_layer(dtype: torch.dtype) -> int:
     """The largest rows·E·F for which the products of a native layer are as fast as others."""
-    return _most(dtype)[0] if dtype in _DTYPES else 0
+    return _limits(dtype)[0] if dtype in _DTYPES else 0
 
 
 def is_exact_gelu(module: nn.Module) -> bool:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from fastattn import compat, dispatch, evidence
 from fastattn.compat import may_plan
 
-# The most multiplications of the larger projection for this path, filled on first use. Above it
-# another GEMM is faster (docs/performance.md): PyTorch's, or one that works on vectors if there are
-# fewer rows than vector lanes.
-_WORK_LIMITS: dict[torch.dtype, int] = {}
-evidence.on_change(_WORK_LIMITS.clear)
 _BACKENDS = ("", "cpu")
 _MIN_ROWS, _FEW_ROWS_WORK_LIMIT = 8, 2**16
 
@@ -57,13 +54,9 @@ def self_attention(
     heads = module.num_heads  # read once, checked, then divided by
     if type(heads) is not int or heads < 1 or width % heads or width != module.embed_dim:
         return None  # changed by the user: the general path raises PyTorch's error
-    dtype = x.dtype
-    max_work = _WORK_LIMITS.get(dtype)
-    if max_work is None:
-        max_work = _load_limit(dtype)
     rows = first * second
     work = 3 * rows * width * width
-    if not 0 < work <= max_work or (rows < _MIN_ROWS and work > _FEW_ROWS_WORK_LIMIT):
+    if not 0 < work <= _work_limit(x.dtype) or (rows < _MIN_ROWS and work > _FEW_ROWS_WORK_LIMIT):
         return None
     native = dispatch.load("cpu")
     if isinstance(native, str):
@@ -78,9 +71,15 @@ def self_attention(
     return result
 
 
-def _load_limit(dtype: torch.dtype) -> int:
-    """The limit for this dtype on this processor, stored for later calls."""
+@functools.cache
+def _work_limit(dtype: torch.dtype) -> int:
+    """The most multiplications of the larger projection for this path.
+
+    Above it another GEMM is faster (docs/performance.md): PyTorch's, or one that works on vectors
+    if there are fewer rows than vector lanes.
+    """
     native = dispatch.load("cpu")
-    limit: int = 0 if isinstance(native, str) else native.rule(dtype).small_up_to
-    _WORK_LIMITS[dtype] = limit
-    return limit
+    return 0 if isinstance(native, str) else native.rule(dtype).small_up_to
+
+
+evidence.on_change(_work_limit.cache_clear)

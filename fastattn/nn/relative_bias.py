@@ -14,25 +14,30 @@ def _check_size(name: str, size: int, minimum: int) -> None:
         raise ValueError(f"{name} must be an int of at least {minimum}, got {size!r}")
 
 
-class _Table(nn.Module):
-    """The common part: one table, initialised as in Swin."""
+class _Tables(nn.Module):
+    """The common part: tables, initialised as in Swin."""
+
+    weight: nn.Parameter
 
     def __init__(
         self,
-        shape: tuple[int, int],
         device: torch.device | str | None,
         dtype: torch.dtype | None,
+        **shapes: tuple[int, ...] | None,
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        for name, shape in shapes.items():
+            tensor = None if shape is None else torch.empty(shape, device=device, dtype=dtype)
+            self.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the table from a normal distribution of standard deviation 0.02."""
-        nn.init.trunc_normal_(self.weight, std=0.02)
+        """Draw all parameters from a normal distribution of standard deviation 0.02."""
+        for parameter in self.parameters():
+            nn.init.trunc_normal_(parameter, std=0.02)
 
 
-class RelativeBias(_Table):
+class RelativeBias(_Tables):
     """A bias for each head and each distance of a query and a key.
 
     Pass ``module()`` as ``relative_bias`` of :func:`fastattn.scaled_dot_product_attention`.
@@ -55,14 +60,14 @@ class RelativeBias(_Table):
     ) -> None:
         _check_size("num_heads", num_heads, 1)
         _check_size("max_length", max_length, 1)
-        super().__init__((num_heads, 2 * max_length - 1), device, dtype)
+        super().__init__(device, dtype, weight=(num_heads, 2 * max_length - 1))
 
     def forward(self) -> Tensor:
         """The table, as a ``relative_bias`` argument."""
         return self.weight
 
 
-class T5RelativeBias(_Table):
+class T5RelativeBias(_Tables):
     """The relative position bias of T5, see :class:`fastattn.bias.T5`.
 
     Pass ``module()`` as ``relative_bias`` of :func:`fastattn.scaled_dot_product_attention`.
@@ -90,7 +95,7 @@ class T5RelativeBias(_Table):
         _check_size("num_heads", num_heads, 1)
         _check_size("num_buckets", num_buckets, 4 if bidirectional else 2)
         _check_size("max_distance", max_distance, 1)
-        super().__init__((num_buckets, num_heads), device, dtype)
+        super().__init__(device, dtype, weight=(num_buckets, num_heads))
         self.max_distance = max_distance
         self.bidirectional = bidirectional
 
@@ -102,7 +107,7 @@ class T5RelativeBias(_Table):
         return f"max_distance={self.max_distance}, bidirectional={self.bidirectional}"
 
 
-class WindowRelativeBias(_Table):
+class WindowRelativeBias(_Tables):
     """The relative position bias of Swin, see :class:`fastattn.bias.Window2d`.
 
     Pass ``module()`` as ``relative_bias`` of :func:`fastattn.scaled_dot_product_attention`.
@@ -129,7 +134,8 @@ class WindowRelativeBias(_Table):
         height, width = window
         _check_size("the height of window", height, 1)
         _check_size("the width of window", width, 1)
-        super().__init__(((2 * height - 1) * (2 * width - 1), num_heads), device, dtype)
+        rows = (2 * height - 1) * (2 * width - 1)
+        super().__init__(device, dtype, weight=(rows, num_heads))
         self.window = (height, width)
 
     def forward(self) -> Window2d:
@@ -140,7 +146,7 @@ class WindowRelativeBias(_Table):
         return f"window={self.window}"
 
 
-class DisentangledBias(nn.Module):
+class DisentangledBias(_Tables):
     """The tables of terms that depend on distance and content, :class:`fastattn.bias.Disentangled`.
 
     ``module()`` is what ``relative_bias`` of :func:`fastattn.scaled_dot_product_attention` takes.
@@ -173,29 +179,21 @@ class DisentangledBias(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         for name, size in (("num_heads", num_heads), ("head_dim", head_dim)):
             _check_size(name, size, 1)
         _check_size("farthest", farthest, 0 if max_distance is None else 2)
         if max_distance is not None:
             _check_size("max_distance", max_distance, farthest // 2 + 2)
-        self.max_distance = max_distance
         table, bias = (2 * farthest + 1, num_heads, head_dim), (num_heads, head_dim)
-        shapes: dict[str, tuple[int, ...] | None] = {
-            "query_table": table,
-            "key_table": table if of_keys else None,
-            "content_bias": bias if added else None,
-            "position_bias": bias if added else None,
-        }
-        for name, shape in shapes.items():
-            tensor = None if shape is None else torch.empty(shape, device=device, dtype=dtype)
-            self.register_parameter(name, None if tensor is None else nn.Parameter(tensor))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw all parameters from a normal distribution of standard deviation 0.02."""
-        for parameter in self.parameters():
-            nn.init.trunc_normal_(parameter, std=0.02)
+        super().__init__(
+            device,
+            dtype,
+            query_table=table,
+            key_table=table if of_keys else None,
+            content_bias=bias if added else None,
+            position_bias=bias if added else None,
+        )
+        self.max_distance = max_distance
 
     def forward(self) -> Disentangled:
         """The ``relative_bias`` argument."""

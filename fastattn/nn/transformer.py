@@ -30,18 +30,6 @@ class TransformerEncoderLayer(FusedEncoderLayer, nn.TransformerEncoderLayer, Con
         into_layer_attention(self.self_attn)
         replace_linear(self)
 
-    def forward(
-        self,
-        src: Tensor,
-        src_mask: Tensor | None = None,
-        src_key_padding_mask: Tensor | None = None,
-        is_causal: bool = False,
-    ) -> Tensor:
-        """As ``torch.nn.TransformerEncoderLayer``."""
-        if is_symbolic(src):
-            return leaf(self, src, src_mask, src_key_padding_mask, is_causal)
-        return super().forward(src, src_mask, src_key_padding_mask, is_causal)
-
 
 class TransformerEncoder(FusedEncoder, nn.TransformerEncoder, ContextParallel):
     """``torch.nn.TransformerEncoder`` on fused attention, N layers of any encoder layer.

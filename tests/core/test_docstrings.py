@@ -14,7 +14,7 @@ import fastattn
 PACKAGE = Path(fastattn.__file__).parent
 # Their examples take a library or a model that is not here.
 ELSEWHERE = (
-    "fastattn.integrations.diffusers._registry",
+    "fastattn.integrations.diffusers",
     "fastattn.integrations.tabpfn",
     "fastattn.integrations.transformers._registry",
 )

@@ -13,7 +13,7 @@ from transformers_models import ENTRIES
 from transformers_runs import assert_same, with_gradients
 
 import fastattn
-from fastattn.integrations.diffusers._registry import NAME
+from fastattn.integrations.diffusers import NAME
 
 # --- libraries with a registry --------------------------------------------------------------------
 

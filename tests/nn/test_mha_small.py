@@ -173,10 +173,10 @@ def test_large_sizes_take_the_general_path(
 ) -> None:
     module, x = module_of(batch_first=True), torch.randn(1, 9, 24)
     with torch.no_grad():
-        monkeypatch.setitem(_small._WORK_LIMITS, torch.float32, 3 * 9 * 24 * 24 - 1)
+        monkeypatch.setattr(_small, "_work_limit", lambda dtype: 3 * 9 * 24 * 24 - 1)
         module(x, x, x, need_weights=False)
         assert not calls
-        monkeypatch.setitem(_small._WORK_LIMITS, torch.float32, 3 * 9 * 24 * 24)
+        monkeypatch.setattr(_small, "_work_limit", lambda dtype: 3 * 9 * 24 * 24)
         module(x, x, x, need_weights=False)
         assert calls
 

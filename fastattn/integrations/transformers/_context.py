@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastattn.distributed import Layout, attention
+from fastattn.distributed import attention
 from fastattn.distributed._columns import gather_columns
 from fastattn.integrations.transformers._attention import check_others
 from fastattn.integrations.transformers._masks import StructuredMask
 from fastattn.integrations.transformers._patterns import Pattern, pattern_of
 from fastattn.integrations.transformers._recording import weights_are_recorded
+from fastattn.nn._context import Context
 
 _NAME = "attn_implementation='fastattn_context_parallel'"
 
 
-@dataclass(frozen=True)
-class Context:
+class TransformersContext(Context):
     """The distribution of the rows; its methods are transformers' two interfaces."""
-
-    group: Any
-    method: str
-    layout: str | Layout
 
     def attention_forward(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import weakref
 from collections.abc import Collection
 from typing import Any
 
@@ -17,19 +16,21 @@ from transformers.modeling_outputs import (
     BaseModelOutputWithPoolingAndCrossAttentions,
 )
 
-from fastattn import compat, dispatch, evidence
+from fastattn import compat, dispatch
 from fastattn.compat import runs_eagerly
 from fastattn.integrations.transformers._recording import anything_is_recorded, weights_are_recorded
 from fastattn.nn._encoder_layer import (
     Names,
     Native,
     Plan,
+    cached_plan,
+    can_run_native,
     does_nothing,
-    joined,
-    may_be_served,
+    layer_plan,
     part_of,
-    planned,
-    served,
+    plan_of,
+    run_native,
+    without_padding,
 )
 
 _NAME = "fastattn"  # in transformers' registry
@@ -44,21 +45,22 @@ class FusedLayer(Native):
     """The forward of an encoder layer in one native call, where it can be."""
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **more: Any
+        self, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **options: Any
     ) -> Any:
-        if attention_mask is None and _is_plain(others, more) and hidden_states.dim() == 3:
-            y = self._fused(hidden_states, more.get("cu_seq_lens_q"), more.get("cu_seq_lens_k"))
+        if attention_mask is None and is_plain(others, options) and hidden_states.dim() == 3:
+            starts = (options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k"))
+            y = self._fused(hidden_states, *starts)
             if y is not None:
                 return y
         stock: Any = super()
-        return stock.forward(hidden_states, attention_mask, *others, **more)
+        return stock.forward(hidden_states, attention_mask, *others, **options)
 
     def _fused(self, x: Tensor, q_starts: Any, k_starts: Any) -> Tensor | None:
         if q_starts is not k_starts or not _is_ours(part_of(self, self.NAMES.attention)):
             return None
         if q_starts is None:
-            return served((self,), self.NAMES, x)
-        y = served((self,), self.NAMES, x[0], q_starts) if len(x) == 1 else None
+            return run_native((self,), self.NAMES, x)
+        y = run_native((self,), self.NAMES, x[0], q_starts) if len(x) == 1 else None
         return None if y is None else y[None]
 
 
@@ -67,11 +69,8 @@ class _Bert(FusedLayer):
         linear="attention.self.query attention.self.key attention.self.value "
         "attention.output.dense intermediate.dense output.dense",
         norms="attention.output.LayerNorm output.LayerNorm",
-        attention="attention.self",
-        heads="num_attention_heads",
-        activation="intermediate",
-        function="intermediate_act_fn",
-        norm_first=False,
+        heads="attention.self.num_attention_heads",
+        activation="intermediate.intermediate_act_fn",
     )
 
 
@@ -80,11 +79,8 @@ class _DistilBert(FusedLayer):
         linear="attention.q_lin attention.k_lin attention.v_lin attention.out_lin "
         "ffn.lin1 ffn.lin2",
         norms="sa_layer_norm output_layer_norm",
-        attention="attention",
-        heads="n_heads",
-        activation="ffn",
-        function="activation",
-        norm_first=False,
+        heads="attention.n_heads",
+        activation="ffn.activation",
     )
 
 
@@ -93,10 +89,8 @@ class _ViT(FusedLayer):
         linear="attention.q_proj attention.k_proj attention.v_proj attention.o_proj "
         "mlp.fc1 mlp.fc2",
         norms="layernorm_before layernorm_after",
-        attention="attention",
-        heads="num_attention_heads",
-        activation="mlp",
-        function="activation_fn",
+        heads="attention.num_attention_heads",
+        activation="mlp.activation_fn",
         norm_first=True,
     )
 
@@ -110,10 +104,8 @@ class _Siglip(FusedLayer):
         linear="self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj "
         "mlp.fc1 mlp.fc2",
         norms="layer_norm1 layer_norm2",
-        attention="self_attn",
-        heads="num_heads",
-        activation="mlp",
-        function="activation_fn",
+        heads="self_attn.num_heads",
+        activation="mlp.activation_fn",
         norm_first=True,
     )
 
@@ -122,10 +114,8 @@ class _Whisper(FusedLayer):
     NAMES = Names(
         linear="self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj fc1 fc2",
         norms="self_attn_layer_norm final_layer_norm",
-        attention="self_attn",
-        heads="num_heads",
-        activation="",
-        function="activation_fn",
+        heads="self_attn.num_heads",
+        activation="activation_fn",
         norm_first=True,
     )
 
@@ -139,29 +129,29 @@ class UnpaddedEncoder(nn.Module):
     """The forward of a stack of layers on the rows that are no padding; 0 elsewhere."""
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **more: Any
+        self, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **options: Any
     ) -> Any:
         stock: Any = super()
         x, mask = hidden_states, attention_mask
-        padding = _padding_of_boolean(mask, x) if self._may_join(x, others, more) else None
+        padding = _padding_of_boolean(mask, x) if self._may_join(x, others, options) else None
         if padding is None or not self._may_pack():
-            return stock.forward(x, mask, *others, **more)
-        rows, starts, back = joined(x, padding)
+            return stock.forward(x, mask, *others, **options)
+        rows, starts, restore = without_padding(x, padding)
         packed: dict[str, Any] = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
         longest = int(starts.diff().max())
         packed |= {"max_length_q": longest, "max_length_k": longest}
-        output = stock.forward(rows[None], None, *others, **{**more, **packed})
-        output.last_hidden_state = back(output.last_hidden_state[0])
+        output = stock.forward(rows[None], None, *others, **{**options, **packed})
+        output.last_hidden_state = restore(output.last_hidden_state[0])
         return output
 
-    def _may_join(self, x: Tensor, others: tuple[Any, ...], more: dict[str, Any]) -> bool:
+    def _may_join(self, x: Tensor, others: tuple[Any, ...], options: dict[str, Any]) -> bool:
         """Whether nothing but the layers needs to know which rows are of which sequence."""
-        if x.dim() != 3 or self.training or not _is_plain(others, more):
+        if x.dim() != 3 or self.training or not is_plain(others, options):
             return False
-        if more.get("output_hidden_states") or more.get("return_dict", True) is False:
+        if options.get("output_hidden_states") or options.get("return_dict", True) is False:
             return False
-        given = more.get("cu_seq_lens_q")
-        return given is None and compat.may_plan() and not anything_is_recorded()
+        is_packed = options.get("cu_seq_lens_q") is not None
+        return not is_packed and compat.may_plan() and not anything_is_recorded()
 
     def _may_pack(self) -> bool:
         """Whether the attention of all layers is ours, and no hook reads the positions."""
@@ -193,7 +183,7 @@ _MPNET = _Bert.NAMES._replace(
     linear="attention.attn.q attention.attn.k attention.attn.v attention.attn.o "
     "intermediate.dense output.dense",
     norms="attention.LayerNorm output.LayerNorm",
-    attention="attention.attn",
+    heads="attention.attn.num_attention_heads",
 )
 
 
@@ -211,14 +201,14 @@ class MPNetStack(Native):
         return layers
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **more: Any
+        self, hidden_states: Tensor, attention_mask: Any = None, *others: Any, **options: Any
     ) -> Any:
         stock: Any = super()
-        if _is_plain(others, more) and not more.get("output_hidden_states"):
+        if is_plain(others, options) and not options.get("output_hidden_states"):
             y = self._packed(hidden_states, attention_mask)
             if y is not None:
-                return BaseModelOutput(last_hidden_state=y) if more.get("return_dict") else (y,)
-        return stock.forward(hidden_states, attention_mask, *others, **more)
+                return BaseModelOutput(last_hidden_state=y) if options.get("return_dict") else (y,)
+        return stock.forward(hidden_states, attention_mask, *others, **options)
 
     def _packed(self, x: Tensor, mask: Any) -> Tensor | None:
         layers: Any = self.layer
@@ -227,19 +217,19 @@ class MPNetStack(Native):
             return None
         if type(embedding) is not nn.Embedding or self.training:
             return None
-        if not may_be_served(layers, _MPNET):
+        if not can_run_native(layers, _MPNET):
             return None
         none = x.new_zeros(x.shape[:2], dtype=torch.bool)
         padding = none if mask is None else _padding_of_additive(mask, x)
         if padding is None or has_gaps(padding):
             return None
-        rows, starts, back = joined(x, padding)
+        rows, starts, restore = without_padding(x, padding)
         longest = max(1, int(starts.diff().max()))  # 1 also where all is padding
         distances = torch.arange(longest - 1, -longest, -1)  # of key and query, as stock's
         buckets: Any = self.relative_position_bucket
         table = embedding.weight[buckets(distances)].t().float().contiguous()
-        y = served(layers, _MPNET, rows, starts, table)
-        return None if y is None else back(y)
+        y = run_native(layers, _MPNET, rows, starts, table)
+        return None if y is None else restore(y)
 
 
 class TextModel(Native):
@@ -259,9 +249,9 @@ class TextModel(Native):
         stock = bases[1].forward
 
         @functools.wraps(stock)  # libraries read which arguments it has
-        def forward(self: TextModel, *given: Any, **named: Any) -> Any:
-            output = self._native(*given, **named) if len(given) < 3 else None
-            return stock(self, *given, **named) if output is None else output
+        def forward(self: TextModel, *args: Any, **named: Any) -> Any:
+            output = self._native(*args, **named) if len(args) < 3 else None
+            return stock(self, *args, **named) if output is None else output
 
         cls.forward = forward
 
@@ -274,27 +264,27 @@ class TextModel(Native):
         position_ids: Any = None,
         cu_seq_lens_q: Any = None,
         cu_seq_lens_k: Any = None,
-        **more: Any,
+        **options: Any,
     ) -> Any:
         if not compat.may_plan() or compat.has_global_hook() or anything_is_recorded():
             return None
-        if cu_seq_lens_q is not cu_seq_lens_k or not _is_plain((), more):
+        if cu_seq_lens_q is not cu_seq_lens_k or not is_plain((), options):
             return None
-        if more.get("output_hidden_states") or more.get("return_dict", True) is False:
+        if options.get("output_hidden_states") or options.get("return_dict", True) is False:
             return None
-        given = (input_ids, attention_mask, token_type_ids, position_ids, cu_seq_lens_q)
-        kept = _texts.get(self)
-        output = None if kept is None else kept.run(given)
-        if output is None and (kept is None or not kept.all_hold()):
-            kept = _texts_of(self)
-            output = None if kept is None else kept.run(given)
+        tensors = (input_ids, attention_mask, token_type_ids, position_ids, cu_seq_lens_q)
+        cached: _Texts | None = cached_plan(self)
+        output = None if cached is None else cached.run(tensors)
+        if output is None:
+            plan = _texts_of(self)
+            output = None if plan in (None, cached) else plan.run(tensors)
         return output
 
     def why_not_native(self) -> str:
-        kept = _texts_of(self)
-        if kept is None or kept.native is None:
+        plan = _texts_of(self)
+        if plan is None or plan.native is None:
             return "a layer is not native, or the embeddings, hooks or configuration are unusual"
-        return next(iter(kept.layers)).why_not_native()
+        return next(iter(plan.layers)).why_not_native()
 
 
 class _Texts(Plan):
@@ -307,7 +297,7 @@ class _Texts(Plan):
         self.pooler = compat.children_of(model).get("pooler")
         self.result = _TEXTS[name_of(type(model)).removesuffix("Model")]
         self.layers: list[Any] = [*part_of(stack, "layer")]
-        self.plans = [planned(x, x.NAMES) for x in self.layers if isinstance(x, FusedLayer)]
+        self.plans = [layer_plan(x, x.NAMES) for x in self.layers if isinstance(x, FusedLayer)]
         options = None
         with contextlib.suppress(AttributeError, KeyError):  # other parts than the usual
             options = self._read(model, embeddings, stack, inside)
@@ -347,32 +337,24 @@ class _Texts(Plan):
         padding_id = getattr(embeddings, "padding_idx", -1)
         return tensors, norm.eps, padding_id, isinstance(stack, UnpaddedEncoder), plans
 
-    def run(self, given: tuple[Any, ...]) -> Any:
+    def run(self, tensors: tuple[Any, ...]) -> Any:
         """The output of the model; None if its own forward must run."""
         if self.native is None:
             return None
         run: Any = dispatch.load("cpu").encode_texts  # type: ignore[union-attr]
-        y = run(*given, texts=self.native, wants_gradients=torch.is_grad_enabled())
+        y = run(*tensors, texts=self.native, wants_gradients=torch.is_grad_enabled())
         if y is None or self.pooler is None:
             return None if y is None else self.result(last_hidden_state=y)
         return self.result(last_hidden_state=y, pooler_output=self.pooler(y))
 
-    def all_hold(self) -> bool:
-        return self.holds() and all(x is not None and x.holds() for x in self.plans)
-
-
-_texts: weakref.WeakKeyDictionary[nn.Module, _Texts] = weakref.WeakKeyDictionary()
-evidence.on_change(_texts.clear)
+    def holds(self) -> bool:
+        return super().holds() and all(x is not None and x.holds() for x in self.plans)
 
 
 def _texts_of(model: nn.Module) -> _Texts | None:
-    if isinstance(dispatch.load("cpu"), str) or compat.MISSING:
-        return None
-    try:
-        kept = _texts[model] = _Texts(model)
-    except (AttributeError, KeyError):  # it has no such parts
-        return None
-    return kept
+    with contextlib.suppress(AttributeError, KeyError):  # it has no such parts
+        return plan_of(model, _Texts)
+    return None
 
 
 def _stack_of(model: nn.Module) -> str:
@@ -402,9 +384,10 @@ def _padding_of_additive(mask: Any, x: Tensor) -> Tensor | None:
     return hidden[:, 0] if same else None
 
 
-def _is_plain(others: tuple[Any, ...], more: dict[str, Any]) -> bool:
-    given = [*others, *(x for name, x in more.items() if name not in _HARMLESS)]
-    return all(x is None or x is False for x in given)
+def is_plain(others: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether a call has no argument that changes the result."""
+    values = [*others, *(x for name, x in options.items() if name not in _HARMLESS)]
+    return all(x is None or x is False for x in values)
 
 
 def _is_ours(attention: Any) -> bool:
@@ -447,12 +430,12 @@ _ENCODERS = {"distilbert.Transformer", *(f"{name}Encoder" for name in _TEXTS)}
 
 def layer_class(module: nn.Module) -> type | None:
     """The class with a native forward for a layer of transformers, None if it has none."""
-    found = _LAYERS.get(name_of(type(module)))
-    if found is None:
+    native = _LAYERS.get(name_of(type(module)))
+    if native is None:
         return None
     forward: Any = type(module).forward
     returned = forward.__annotations__.get("return")  # a tuple in some versions
-    return found if str(returned) in ("torch.Tensor", str(Tensor)) else None
+    return native if str(returned) in ("torch.Tensor", str(Tensor)) else None
 
 
 def encoder_class(module: nn.Module) -> type | None:

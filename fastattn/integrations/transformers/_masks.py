@@ -138,7 +138,7 @@ def attention_mask(
 
     if mask_function is None:
         mask_function = masking_utils.causal_mask_function
-    given = {
+    arguments = {
         "batch_size": batch_size,
         "kv_length": kv_length,
         "kv_offset": kv_offset,
@@ -147,10 +147,10 @@ def attention_mask(
         **others,
     }
     if "cache_position" not in others:
-        given |= {"q_length": q_length, "q_offset": q_offset}
+        arguments |= {"q_length": q_length, "q_offset": q_offset}
     if not takes_any_mask(others.get("config")):
-        return masking_utils.eager_mask(**given)
-    as_tensor = functools.partial(masking_utils.sdpa_mask, **given)
+        return masking_utils.eager_mask(**arguments)
+    as_tensor = functools.partial(masking_utils.sdpa_mask, **arguments)
 
     positions = others.get("cache_position")
     read = [x for x in (attention_mask, q_offset, positions) if isinstance(x, Tensor)]

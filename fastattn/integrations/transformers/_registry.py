@@ -7,14 +7,17 @@ import importlib
 from typing import Any
 
 from fastattn.distributed import Layout
-from fastattn.integrations._registration import Registration, check_version
-from fastattn.nn._context import checked
+from fastattn.integrations._registration import (
+    ABSENT,
+    Registration,
+    Registry,
+    check_version,
+    restore,
+)
 
 # The supported versions; the extra in pyproject.toml says the same.
 OLDEST, BELOW = (5, 0), (6, 0)
 _OVERRIDABLE = ("sdpa",)
-
-_ABSENT = object()
 
 
 def register(override: str | None = None) -> Registration:
@@ -78,44 +81,38 @@ def context_parallel(
             zigzag layout: pass ``attention_mask=torch.ones_like(input_ids)`` there.
     """
     check_version("transformers", OLDEST, BELOW)
-    from fastattn.integrations.transformers._context import Context
+    from fastattn.integrations.transformers._context import TransformersContext
 
-    context = Context(**vars(checked(group, method, layout)))
+    context = TransformersContext.checked(group, method, layout)
     registries = _Registries(context.attention_forward, context.attention_mask)
     return Registration(registries, ("fastattn_context_parallel",))
 
 
-class _Registries:
+class _Registries(Registry[str]):
     """transformers' registries: fastattn's functions for each name, and the previous functions."""
 
-    def __init__(self, attention_forward: Any, attention_mask: Any, *more: Any) -> None:
+    def __init__(self, attention_forward: Any, attention_mask: Any, *others: Any) -> None:
+        super().__init__()
         attention = importlib.import_module("transformers.modeling_utils").AttentionInterface
         masks = importlib.import_module("transformers.masking_utils").AttentionMaskInterface
-        self._served = ((attention, attention_forward), (masks, attention_mask), *more)
-        self._registrations: dict[str, int] = {}
+        self._served = ((attention, attention_forward), (masks, attention_mask), *others)
         self._before: dict[str, list[Any]] = {}
 
     def serve(self, name: str) -> None:
-        """Put fastattn's functions under a name, with its first registration."""
-        if not self._registrations.get(name):
-            self._before[name] = [_entries(to).get(name, _ABSENT) for to, _ in self._served]
-        self._registrations[name] = self._registrations.get(name, 0) + 1
+        """Put fastattn's functions under a name, with each registration."""
+        super().serve(name)
         for interface, function in self._served:
             interface.register(name, function)
 
-    def release(self, name: str) -> None:
-        """Put the previous functions back, with the last registration."""
-        self._registrations[name] -= 1
-        if self._registrations[name]:
-            return
+    def add(self, name: str) -> None:
+        """Remember the previous functions."""
+        self._before[name] = [_entries(to).get(name, ABSENT) for to, _ in self._served]
+
+    def remove(self, name: str) -> None:
+        """Put the previous functions back."""
         for (interface, function), before in zip(self._served, self._before.pop(name), strict=True):
-            entries = _entries(interface)
-            if entries.get(name) is not function:
-                continue
-            if before is _ABSENT:
-                del entries[name]
-            else:
-                entries[name] = before
+            if _entries(interface).get(name) is function:
+                restore(_entries(interface), name, before)
 
 
 def _entries(interface: Any) -> dict[str, Any]:

@@ -16,9 +16,16 @@ from torch import Tensor, nn
 from fastattn import compat, dispatch
 from fastattn.bias import Decomposed2d, Disentangled
 from fastattn.compat import runs_eagerly
-from fastattn.integrations.transformers._layers import has_gaps, name_of
+from fastattn.integrations.transformers._layers import (
+    encoder_class,
+    has_gaps,
+    is_plain,
+    layer_class,
+    model_class,
+    name_of,
+)
 from fastattn.integrations.transformers._recording import weights_are_recorded
-from fastattn.nn._encoder_layer import does_nothing, joined
+from fastattn.nn._encoder_layer import does_nothing, without_padding
 from fastattn.nn.linear import Linear
 from fastattn.ops._disentangled import distance_buckets
 from fastattn.ops.sdpa import scaled_dot_product_attention
@@ -173,19 +180,20 @@ class _UnpaddedDebertaV2Encoder(_DebertaV2Encoder):
     In place of a mask, the layers get where each sequence begins.
     """
 
-    def forward(self, hidden_states: Tensor, attention_mask: Any, *others: Any, **more: Any) -> Any:
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Any, *others: Any, **options: Any
+    ) -> Any:
         stock: Any = super()
         x, mask = hidden_states, attention_mask
-        plain = not others and not more.get("output_attentions") and more.get("return_dict", True)
-        plain = plain and more.get("query_states") is None and more.get("relative_pos") is None
+        plain = is_plain(others, options) and options.get("return_dict", True)
         padding = mask == 0 if plain and self._may_join(x, mask) else None
         if padding is None or not padding.any() or has_gaps(padding):
-            return stock.forward(x, mask, *others, **more)
-        rows, starts, back = joined(x, padding)
-        output = stock.forward(rows[None], starts, **more)
-        output.last_hidden_state = back(output.last_hidden_state[0])
+            return stock.forward(x, mask, *others, **options)
+        rows, starts, restore = without_padding(x, padding)
+        output = stock.forward(rows[None], starts, **options)
+        output.last_hidden_state = restore(output.last_hidden_state[0])
         if output.hidden_states is not None:
-            output.hidden_states = tuple(back(y[0]) for y in output.hidden_states)
+            output.hidden_states = tuple(restore(y[0]) for y in output.hidden_states)
         return output
 
     def _may_join(self, x: Tensor, mask: Any) -> bool:
@@ -211,14 +219,14 @@ class _Wav2Vec2Conformer(nn.Module):
         hidden_states: Tensor,
         attention_mask: Any = None,
         relative_position_embeddings: Any = None,
-        **more: Any,
+        **options: Any,
     ) -> Any:
         me: Any = self
         relative = me.position_embeddings_type == "relative"
-        if not relative or not _serves(self, hidden_states, attention_mask, more):
+        if not relative or not _serves(self, hidden_states, attention_mask, options):
             stock: Any = super()
             others = (attention_mask, relative_position_embeddings)
-            return stock.forward(hidden_states, *others, **more)
+            return stock.forward(hidden_states, *others, **options)
         rows = [_heads(f(hidden_states), me) for f in (me.linear_q, me.linear_k, me.linear_v)]
         table = _heads(me.linear_pos(relative_position_embeddings[0]), me)
         terms = Disentangled(table.flip(0), None, me.pos_bias_u, me.pos_bias_v)
@@ -236,12 +244,12 @@ class _Parakeet(nn.Module):
         hidden_states: Tensor,
         position_embeddings: Any,
         attention_mask: Any = None,
-        **more: Any,
+        **options: Any,
     ) -> Any:
         me: Any = self
-        if position_embeddings is None or not _serves(self, hidden_states, attention_mask, more):
+        if position_embeddings is None or not _serves(self, hidden_states, attention_mask, options):
             stock: Any = super()
-            return stock.forward(hidden_states, position_embeddings, attention_mask, **more)
+            return stock.forward(hidden_states, position_embeddings, attention_mask, **options)
         rows = [f(hidden_states).unflatten(-1, (-1, me.head_dim)) for f in
                 (me.q_proj, me.k_proj, me.v_proj)]  # fmt: skip
         table = me.relative_k_proj(position_embeddings[0]).unflatten(-1, (-1, me.head_dim))
@@ -275,10 +283,11 @@ class _Sam(nn.Module):
         return me.proj(out.transpose(1, 2).reshape(batch, height, width, -1)), None
 
 
-def _serves(layer: nn.Module, x: Tensor, mask: Any, more: dict[str, Any]) -> bool:
-    """Whether the weights of this call are not wanted, and its mask is one of pairs."""
-    wanted = more.get("output_attentions") or weights_are_recorded(layer)
-    return x.is_cpu and x.dim() == 3 and not wanted and (mask is None or type(mask) is Tensor)
+def _serves(layer: nn.Module, x: Tensor, mask: Any, options: dict[str, Any]) -> bool:
+    """Whether a call requests no weights, and its mask is a tensor."""
+    if options.get("output_attentions") or weights_are_recorded(layer):
+        return False
+    return x.is_cpu and x.dim() == 3 and (mask is None or type(mask) is Tensor)
 
 
 def _heads(x: Tensor, layer: Any) -> Tensor:
@@ -313,7 +322,10 @@ _CLASSES: dict[str, type] = {
 }
 
 
-def relative_class(module: nn.Module, unpad: bool = True) -> type | None:
+def native_class(module: nn.Module, unpad: bool = True) -> type | None:
     """The class for a module of transformers, None if there is none."""
-    found = _CLASSES.get(name_of(type(module)))
-    return _UnpaddedDebertaV2Encoder if unpad and found is _DebertaV2Encoder else found
+    native = _CLASSES.get(name_of(type(module)))
+    if unpad and native is _DebertaV2Encoder:
+        return _UnpaddedDebertaV2Encoder
+    stack = encoder_class(module) if unpad else None
+    return native or stack or layer_class(module) or model_class(module)

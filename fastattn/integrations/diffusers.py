@@ -1,4 +1,8 @@
-"""Registration with diffusers, and how to undo it."""
+"""Models of Hugging Face diffusers on fused kernels.
+
+diffusers looks up the name given to ``set_attention_backend`` in a registry of attention functions.
+:func:`register` adds one; diffusers is imported only then.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,12 @@ import functools
 import importlib
 from typing import Any
 
-from fastattn.integrations._registration import Counted, Registration, check_version
-from fastattn.integrations.diffusers._attention import attention_forward
+from torch import Tensor
+
+from fastattn.integrations._registration import Registration, Registry, check_version
+from fastattn.ops import scaled_dot_product_attention
+
+__all__ = ["Registration", "register"]
 
 NAME = "fastattn"
 # The supported versions; the extra in pyproject.toml says the same.
@@ -38,7 +46,47 @@ def register() -> Registration:
     return Registration(_registry(), (NAME,))
 
 
-class _Registry(Counted[str]):
+# diffusers drops, without an error, each argument that has no parameter here.
+def attention_forward(
+    query: Tensor,  # [B, Lq, Hq, D]
+    key: Tensor,  # [B, Lk, Hkv, D]
+    value: Tensor,  # [B, Lk, Hkv, Dv]
+    attn_mask: Tensor | None = None,  # [B, Lk], or broadcastable to [B, Hq, Lq, Lk]
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _parallel_config: Any = None,
+) -> Any:  # [B, Lq, Hq, Dv], with return_lse also [B, Hq, Lq]
+    """Attention as diffusers' backend "native" computes it, on fused kernels."""
+    if _parallel_config is not None:
+        raise ValueError(
+            "fastattn's attention for diffusers does not support context parallelism; "
+            "call model.set_attention_backend('native') for it"
+        )
+    padding_shape = (query.shape[0], key.shape[1])
+    if attn_mask is not None and attn_mask.shape == padding_shape:
+        attn_mask = attn_mask[:, None, None]
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    result = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        return_lse=return_lse,
+    )
+    if not return_lse:
+        return result.transpose(1, 2)
+    out, lse = result
+    return out.transpose(1, 2), lse
+
+
+class _Registry(Registry[str]):
     """diffusers' registry of attention functions.
 
     Its names are the members of an enumeration, which Python closes when the class is created. So
@@ -46,6 +94,7 @@ class _Registry(Counted[str]):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         dispatch = importlib.import_module("diffusers.models.attention_dispatch")
         self._names: Any = dispatch.AttentionBackendName
         self._backends: Any = dispatch._AttentionBackendRegistry
