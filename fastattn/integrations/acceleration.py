@@ -250,10 +250,17 @@ class _Changes:
                 continue
             visited.update(map(id, module.modules()))
             self._register("transformers", transformers.register)
-            for config in _configurations(module):
+            configurations = _configurations(module)
+            for config in configurations:
                 if config._attn_implementation != _NAME:
                     self._remember(config, "_attn_implementation_internal")
             module.set_attn_implementation(_NAME)
+            # transformers skips a copy that no model holds, such as the frames' of X-CLIP.
+            held = {id(part.config) for part in module.modules() if isinstance(part, base)}
+            kinds = {type(x) for x in configurations if x._attn_implementation == _NAME}
+            for config in configurations:
+                if id(config) not in held and type(config) in kinds:
+                    config._attn_implementation_internal = _NAME
             with contextlib.suppress(ValueError):  # it has no such bias
                 self._settings.append(transformers.compact_relative_bias(module).undo)
 
