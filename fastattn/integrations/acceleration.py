@@ -102,8 +102,8 @@ def accelerate(model: nn.Module, *, linear: bool = True, unpad: bool = True) -> 
       :func:`fastattn.integrations.transformers.compact_relative_bias`.
     - mixtures of experts of transformers: by ``experts_implementation="fastattn"``;
     - DeBERTa v2 and v3, Wav2Vec2-Conformer and Parakeet: by :class:`fastattn.bias.Disentangled`;
-      image encoders of SAM and SAM-HQ: by :class:`fastattn.bias.Decomposed2d`. Their classes
-      change.
+      image encoders of SAM and SAM-HQ: by :class:`fastattn.bias.Decomposed2d`; BLIP's image
+      encoder: by :func:`fastattn.scaled_dot_product_attention`. Their classes change.
     - processors of diffusers that ask its registry: by the backend ``"fastattn"``, as after
       :func:`fastattn.integrations.diffusers.register`.
     - layers of TabPFN, by its registry, as after :func:`fastattn.integrations.tabpfn.register`,
