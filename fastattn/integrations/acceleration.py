@@ -103,8 +103,8 @@ def accelerate(model: nn.Module, *, linear: bool = True, unpad: bool = True) -> 
       :func:`fastattn.integrations.transformers.compact_relative_bias`.
     - mixtures of experts of transformers: by ``experts_implementation="fastattn"``;
     - DeBERTa v2 and v3, Wav2Vec2-Conformer and Parakeet: by :class:`fastattn.bias.Disentangled`;
-      image encoders of SAM and SAM-HQ: by :class:`fastattn.bias.Decomposed2d`. Their classes
-      change.
+      image encoders of SAM and SAM-HQ: by :class:`fastattn.bias.Decomposed2d`; BLIP's image
+      encoder: by :func:`fastattn.scaled_dot_product_attention`. Their classes change.
     - processors of diffusers that ask its registry: by the backend ``"fastattn"``, as after
       :func:`fastattn.integrations.diffusers.register`.
     - layers of TabPFN, by its registry, as after :func:`fastattn.integrations.tabpfn.register`,
@@ -254,10 +254,17 @@ class _Changes:
                 continue
             visited.update(map(id, module.modules()))
             self._register("transformers", transformers.register)
-            for config in _configurations(module):
+            configurations = _configurations(module)
+            for config in configurations:
                 if config._attn_implementation != _NAME:
                     self._remember(config, "_attn_implementation_internal")
             module.set_attn_implementation(_NAME)
+            # transformers skips a copy that no model holds, such as the frames' of X-CLIP.
+            held = {id(part.config) for part in module.modules() if isinstance(part, base)}
+            kinds = {type(x) for x in configurations if x._attn_implementation == _NAME}
+            for config in configurations:
+                if id(config) not in held and type(config) in kinds:
+                    config._attn_implementation_internal = _NAME
             with contextlib.suppress(ValueError):  # it has no such bias
                 self._settings.append(transformers.compact_relative_bias(module).undo)
 

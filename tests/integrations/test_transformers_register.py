@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers_inputs import IMAGES, TEXT
 from transformers_models import ENTRIES, Inputs
 from transformers_runs import assert_same, outputs, with_gradients
 
+import fastattn
 from fastattn.integrations.transformers import _registry, register
 
 ENTRY = {entry.name: entry for entry in ENTRIES}
@@ -111,6 +114,24 @@ def test_after_undo_the_name_is_unknown_to_models() -> None:
     model.set_attn_implementation("eager")
     with pytest.raises(ValueError, match="fastattn"):
         model.set_attn_implementation("fastattn")
+
+
+def test_accelerate_serves_copies_of_a_configuration() -> None:
+    """Attention across the frames of X-CLIP has a copy of the configuration of its images."""
+    frames = {"num_frames": 2, "mit_hidden_size": 32, "mit_num_attention_heads": 4}
+    config = transformers.XCLIPConfig(
+        text_config=TEXT | {"eos_token_id": 2}, vision_config=IMAGES | frames, projection_dim=32
+    )
+    model = transformers.XCLIPModel(config).double().eval()
+    inputs = {"pixel_values": torch.randn(1, 2, 3, 16, 16, dtype=torch.float64)}
+    inputs["input_ids"] = torch.tensor([[5, 6, 2]])
+    copied = model.mit.encoder.layers[0].self_attn.config
+    want, before = outputs(model, inputs), copied._attn_implementation
+    assert not fastattn.accelerate(model).unserved
+    assert copied._attn_implementation == "fastattn"
+    assert_same(outputs(model, inputs), want)
+    fastattn.restore(model)
+    assert copied._attn_implementation == before
 
 
 def test_an_unknown_argument_is_named() -> None:

@@ -74,6 +74,14 @@ def sam(name: str = "Sam", **more: Any) -> nn.Module:
     return with_weights(kind._from_config(config, **more))
 
 
+def blip() -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    config = transformers.BlipVisionConfig(
+        num_hidden_layers=3, image_size=64, patch_size=8, **sizes
+    )
+    return with_weights(transformers.BlipVisionModel(config))
+
+
 SOUND = {"hidden_states": torch.randn(3, 70, 32), "attention_mask": KEPT.long()}
 FRAMES = torch.arange(300) < torch.tensor([300, 120, 33])[:, None]
 SPECTRUM = {"input_features": torch.randn(3, 300, 16), "attention_mask": FRAMES.long()}
@@ -87,6 +95,7 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "sam": (sam, IMAGE),
     "sam-eager": (lambda: sam(attn_implementation="eager"), IMAGE),
     "sam-hq": (lambda: sam("SamHQ"), IMAGE),
+    "blip": (blip, IMAGE),
 }
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "v3": deberta,
@@ -131,7 +140,7 @@ def test_outputs_and_gradients_equal_stock(name: str, monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(_relative, function.__name__, attend)
     found = results(model, inputs)
-    layers = len(model.encoder.layer) if name in MODELS else 3 if "sam" in name else 2
+    layers = len(model.encoder.layer) if name in MODELS else 3 if inputs is IMAGE else 2
     packs = name in MODELS and name != "v2-xlarge"  # which has a convolution over the tokens
     function = fastattn.varlen_attention if packs else fastattn.scaled_dot_product_attention
     assert calls == ([] if name == "conformer-rotary" else layers * [function])

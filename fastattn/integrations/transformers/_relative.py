@@ -283,6 +283,23 @@ class _Sam(nn.Module):
         return me.proj(out.transpose(1, 2).reshape(batch, height, width, -1)), None
 
 
+class _Blip(nn.Module):
+    """Attention of an image without a bias, whose module multiplies and normalizes by itself."""
+
+    RELATIVE = True
+
+    def forward(self, hidden_states: Tensor, *others: Any, **options: Any) -> Any:
+        me: Any = self
+        if others or not _serves(self, hidden_states, None, options):
+            stock: Any = super()
+            return stock.forward(hidden_states, *others, **options)
+        rows = me.qkv(hidden_states).unflatten(-1, (3, me.num_heads, -1))
+        query, key, value = rows.permute(2, 0, 3, 1, 4).unbind(0)
+        drop = me.dropout.p if self.training else 0.0
+        out = scaled_dot_product_attention(query, key, value, None, drop, scale=me.scale)
+        return me.projection(out.transpose(1, 2).flatten(2)), None
+
+
 def _serves(layer: nn.Module, x: Tensor, mask: Any, options: dict[str, Any]) -> bool:
     """Whether a call requests no weights, and its mask is a tensor."""
     if options.get("output_attentions") or weights_are_recorded(layer):
@@ -313,6 +330,7 @@ def _attend(
 
 
 _CLASSES: dict[str, type] = {
+    "blip.BlipAttention": _Blip,
     "deberta_v2.DisentangledSelfAttention": _DebertaV2,
     "deberta_v2.DebertaV2Encoder": _DebertaV2Encoder,
     "parakeet.ParakeetEncoderAttention": _Parakeet,
