@@ -199,7 +199,7 @@ def test_wrong_arguments_are_named() -> None:
         (changed(1, [10, -1]), "starts"),
         (changed(2, (*other,)), "query weight"),
         (changed(2, (parts[0], (parts[1][0], x[0, :31]), *parts[2:])), "key weight: its bias"),
-        (changed(2, (*parts[:4], (parts[4][0][:, ::2], None), *parts[5:])), "first weight"),
+        (changed(2, (*parts[:4], (parts[4][0][:, :31], None), *parts[5:])), "first weight"),
         (changed(2, (*parts[:8], (torch.randn(31), None), None)), "scale1 weight"),
         (changed(2, (*parts[:9],)), "ten pairs"),
         (changed(3, 5), "num_heads"),
@@ -315,6 +315,18 @@ def test_calls_that_the_layers_own_forward_runs(calls: list[int]) -> None:
     with torch.no_grad():
         ours(X)
     same(layer(activation=F.leaky_relu))
+    assert not calls
+
+
+def test_parameters_without_dense_rows_run_the_layers_own_forward(calls: list[int]) -> None:
+    ours = layer()
+    ours.linear1.weight = nn.Parameter(ours.linear1.weight.t().contiguous().t())
+    same(ours)
+    ours = layer()
+    ours.norm1.bias = nn.Parameter(torch.full((1,), 0.1).expand(16))
+    same(ours)
+    ours.norm1.bias = nn.Parameter(torch.ones(32)[::2])
+    same(ours)
     assert not calls
 
 
