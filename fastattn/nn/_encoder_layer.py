@@ -141,6 +141,7 @@ class _Layer(Plan):
             and width % heads == 0
             and self.weight.shape == (width, width)
             and not (joint and not _is_usual_attention(attention, width))
+            and not (names is PYTORCH and compat.has_own_blocks(layer))
         )
         drawing = [x for x in inside if "Drop" in type(x).__name__]  # Dropout, DropPath
         # Each by itself: one may be in training mode alone.

@@ -330,6 +330,36 @@ def test_parameters_without_dense_rows_run_the_layers_own_forward(calls: list[in
     assert not calls
 
 
+class Tripled(nn.TransformerEncoderLayer):
+    """Attends to three times its input."""
+
+    def _sa_block(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        return super()._sa_block(3 * x, *args, **options)
+
+
+def test_a_block_that_a_subclass_or_an_instance_replaces_is_called(calls: list[int]) -> None:
+    class Ours(Tripled, fastattn.nn.TransformerEncoderLayer):
+        pass
+
+    stock, ours = (kind(16, 2, 24, batch_first=True).eval() for kind in (Tripled, Ours))
+    ours.load_state_dict(stock.state_dict())
+    stack = nn.TransformerEncoder(stock, 2, enable_nested_tensor=False)
+    want = stock(X).detach(), stack(X).detach()  # with gradients: not by PyTorch's fast path
+    fastattn.accelerate(stack)
+    patched: Any = layer()
+    patched(X)
+    patched._ff_block = torch.zeros_like
+    with torch.no_grad():
+        assert torch.allclose(ours(X), want[0], atol=1e-5)
+        assert torch.allclose(stack(X), want[1], atol=1e-5)
+        assert torch.allclose(
+            patched(X),
+            patched.norm2(patched.norm1(X + patched._sa_block(X, None, None))),
+            atol=1e-5,
+        )
+    assert not calls
+
+
 def doubled(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
     return 2 * output
 
