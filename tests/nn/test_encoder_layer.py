@@ -388,6 +388,9 @@ def test_layers_changed_by_users_run_pytorchs_forward(part: str, calls: list[int
         runs(lambda ours, module: setattr(ours, part, nn.Sequential(module)))
         runs(lambda ours, module: nn.utils.parametrizations.weight_norm(module))
         runs(lambda ours, module: prune.l1_unstructured(module, "weight", 0.5))
+    if part == "dropout1":
+        runs(lambda ours, module: setattr(ours, part, nn.Sequential(module, nn.Linear(16, 16))))
+        runs(lambda ours, module: setattr(ours, part, nn.Hardtanh()))
     with nn.modules.module.register_module_forward_hook(lambda *_: None), torch.no_grad():
         layer()(X)
     assert not calls
