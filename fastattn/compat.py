@@ -89,6 +89,8 @@ NAMES = """
     torch.nn.modules.module._global_forward_pre_hooks
     torch.nn.modules.module._global_forward_hooks
     torch.nn.TransformerDecoderLayer._ff_block
+    torch.nn.TransformerEncoderLayer._ff_block
+    torch.nn.TransformerEncoderLayer._sa_block
     torch.nn.functional._mha_shape_check
     torch.nn.functional._canonical_mask
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -526,6 +528,16 @@ def feed_forward(layer: torch.nn.TransformerDecoderLayer, x: Tensor) -> Tensor:
         return layer._ff_block(x)
     hidden = layer.dropout(layer.activation(layer.linear1(x)))
     return layer.dropout3(layer.linear2(hidden))
+
+
+def has_own_blocks(layer: torch.nn.Module) -> bool:
+    """Whether a subclass, or the instance, replaces a block that the forward of an encoder layer
+    calls."""
+    stock = torch.nn.TransformerEncoderLayer
+    return any(
+        name in vars(layer) or getattr(type(layer), name) is not getattr(stock, name)
+        for name in ("_sa_block", "_ff_block")
+    )
 
 
 # The checks of nn.MultiheadAttention's arguments. Without them, later code raises other errors.

@@ -63,26 +63,19 @@ struct EncoderLayer {
   // One weight, [3E, E], projects queries, keys and values.
   bool is_joint() const { return key.weight.data == nullptr; }
 
-  // A few names and tensors: no text is made unless one is wrong.
-  static void expect_of(bool holds, const char* name, const char* what) {
-    expect(holds, [&] { return std::string(name) + what; });
-  }
-  // A weight [n, k] with dense rows and its bias [n].
+  // A weight [n, k] and its bias [n]; `EncoderPlan::read` accepts only dense rows.
   void check_linear(const char* name, const Part& part, int64_t n, int64_t k) const {
     expect_sizes(name, part.weight, dtype, {n, k});
-    expect_of(part.weight.stride[1] == 1 || k == 1, name, " must have dense rows");
     check_bias(name, part, n);
   }
   void check_bias(const char* name, const Part& part, int64_t n) const {
     if (part.bias.data == nullptr) return;
-    expect_of(part.bias.dtype == dtype && part.bias.has_sizes({n}) &&
-                  (part.bias.stride[0] == 1 || n == 1),
-              name, ": its bias must be dense, of the dtype and rows of the weight");
+    expect(part.bias.has_sizes({n}),
+           [&] { return std::string(name) + ": its bias must have a number for each row"; });
   }
   // The weight [E] of a norm, and its bias.
   void check_norm(const char* name, const Part& part) const {
     expect_sizes(name, part.weight, dtype, {E});
-    expect_of(part.weight.stride[0] == 1 || E == 1, name, " must be dense");
     check_bias(name, part, E);
   }
   // Throws if any weight does not fit the sizes of the layer.
@@ -215,7 +208,7 @@ class EncoderPlan {
   }
 
   // The layer for x [rows, E], or nothing: the facts do not hold, a tensor is not plain memory of
-  // this dtype, one requires a gradient that is wanted, or x is too large.
+  // this dtype with dense rows, one requires a gradient that is wanted, or x is too large.
   bool read(DType dtype, int64_t rows, int64_t E, bool wants_gradients, EncoderLayer* t) const {
     *t = layer_;
     t->dtype = dtype, t->rows = rows, t->E = E;
@@ -228,7 +221,8 @@ class EncoderPlan {
       for (size_t k = 0; k < 2; ++k) {
         const py::object& tensor = tensors_[n][k];
         if (tensor.ptr() == nullptr || tensor.is_none()) continue;
-        if (!read_plain(tensor, wants_gradients, views[k]) || views[k]->dtype != t->dtype)
+        if (!read_plain(tensor, wants_gradients, views[k]) || views[k]->dtype != t->dtype ||
+            !has_dense_rows(*views[k]))
           return false;
       }
     }
@@ -360,7 +354,7 @@ class TextPlan {
       if (tensors_[n].is_none()) continue;
       if (!read_plain(tensors_[n], wants_gradients, &to[n])) return false;
       const int rank = n == kGamma || n == kBeta ? 1 : 2, last = rank - 1;
-      if (to[n].rank != rank || (to[n].stride[last] != 1 && to[n].size[last] != 1)) return false;
+      if (to[n].rank != rank || !has_dense_rows(to[n])) return false;
       if (n >= kOwnPositions ? to[n].dtype != kInt64 || to[n].size[0] != 1
                              : to[n].dtype != to[0].dtype || to[n].size[last] != to[0].size[1])
         return false;

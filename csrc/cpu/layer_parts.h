@@ -48,5 +48,10 @@ bool read_plain(py::handle from, bool wants_gradients, TensorView* to) {
   return read_exact(from, to) && !is_negated(from) && !(wants_gradients && requires_gradient(from));
 }
 
+// Whether the elements of each row lie one after the other.
+bool has_dense_rows(const TensorView& x) {
+  return x.rank > 0 && (x.stride[x.rank - 1] == 1 || x.size[x.rank - 1] == 1);
+}
+
 }  // namespace
 }  // namespace fastattn

@@ -125,7 +125,8 @@ class _Layer(Plan):
         linear = [None if x == "joint" else part_of(layer, x) for x in names.linear.split()]
         norms = [part_of(layer, path) for path in names.norms.split()]
         attention, heads = part_of(layer, names.attention), _attribute(layer, names.heads)
-        activation = _activation(_attribute(layer, names.activation))
+        function = _attribute(layer, names.activation)
+        activation = _activation(function)
         pairs: list[Any] = [(x.weight, x.bias) for x in linear if x is not None]
         pairs += [(x.weight, getattr(x, "bias", None)) for x in norms]
         joint = linear[0] is None
@@ -133,12 +134,18 @@ class _Layer(Plan):
             pairs[:0] = [(attention.in_proj_weight, attention.in_proj_bias), None, None]
         scales = [part_of(layer, path) for path in names.scales.split()]
         pairs += [(x.lambda1, None) for x in scales] or [None, None]
+        parts = (*linear, *norms, *scales, function)
         eps = [x.eps for x in norms]
         self.weight: Tensor = pairs[3][0]
         width = self.weight.shape[0]
         self.is_usual = (
             not compat.have_hooks(inside, does_nothing)
             and activation > 0
+            and all(
+                _draws(x) or type(x) is nn.Identity or any(x is y for y in parts)
+                for x in inside
+                if not compat.children_of(x)
+            )
             and all(x is None or type(x) in LINEAR for x in linear)
             and type(norms[0]) is type(norms[1])
             and all(type(x) in _NORMS and len(x.normalized_shape) == 1 for x in norms)
@@ -149,8 +156,9 @@ class _Layer(Plan):
             and width % heads == 0
             and self.weight.shape == (width, width)
             and not (joint and not _is_usual_attention(attention, width))
+            and not (names is PYTORCH and compat.has_own_blocks(layer))
         )
-        drawing = [x for x in inside if "Drop" in type(x).__name__]  # Dropout, DropPath
+        drawing = [x for x in inside if _draws(x)]
         # Each by itself: one may be in training mode alone.
         if not self.is_usual or any(x.training for x in (layer, attention, *drawing)):
             return None
@@ -161,6 +169,11 @@ class _Layer(Plan):
         options = (heads, norm_first, type(norms[0]) is nn.RMSNorm, *eps, activation)
         sizes = [_limits(x) if x in dtypes else (0, 0) for x in _DTYPES]
         return (tuple(pairs), *options, sizes)
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether a module drops numbers in training mode, and does nothing in eval mode."""
+    return "Drop" in type(module).__name__  # Dropout, DropPath
 
 
 def _is_usual_attention(attention: Any, width: int) -> bool:

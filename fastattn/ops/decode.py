@@ -232,6 +232,14 @@ def _planned(
         # Clamped, because a length beyond int64 is an error, too.
         length = min(max(length, -1), 2**62)
         lengths = torch.full((query.shape[0],), length, dtype=torch.int64, device="cpu")
+    added = 0 if key is None else key.shape[2 if layout == "bhnd" else 1]
+    after = lengths + added
+    if relative_bias is not None or mask is not None:  # their errors precede the append
+        checked_lengths(lengths, query.shape[0], capacity, added, query.device)
+        if relative_bias is not None:
+            table = fold_table(relative_bias, query, after, capacity)
+        if mask is not None:
+            program = masks.cache_program(_OP, mask, query, capacity, after)
     if key is not None and value is not None:
         if 0 in key_cache.stride() or 0 in value_cache.stride():
             check_memory(key_cache=key_cache, value_cache=value_cache)
@@ -250,14 +258,9 @@ def _planned(
         query = query if rotated is None else rotated
         written = (key_cache, value_cache, *scales)
         torch.autograd.graph.increment_version([x for x in written if x is not None])
-        lengths = lengths + key.shape[2]
-    if relative_bias is not None:
-        table = fold_table(relative_bias, query, lengths, capacity)
-    if mask is not None:
-        program = masks.cache_program(_OP, mask, query, capacity, lengths)
     slopes, sinks = (x[None] if x is not None and x.dim() == 1 else x for x in (slopes, sinks))
     biases = (slopes, sinks, table, program, leftpad, *scales)
-    results = plan.all((query, key_cache, value_cache, lengths, block_table, entries, *biases))
+    results = plan.all((query, key_cache, value_cache, after, block_table, entries, *biases))
     return _returned(results, layout, return_lse)
 
 

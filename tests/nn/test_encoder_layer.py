@@ -201,7 +201,7 @@ def test_wrong_arguments_are_named() -> None:
         (changed(1, [10, -1]), "starts"),
         (changed(2, (*other,)), "query weight"),
         (changed(2, (parts[0], (parts[1][0], x[0, :31]), *parts[2:])), "key weight: its bias"),
-        (changed(2, (*parts[:4], (parts[4][0][:, ::2], None), *parts[5:])), "first weight"),
+        (changed(2, (*parts[:4], (parts[4][0][:, :31], None), *parts[5:])), "first weight"),
         (changed(2, (*parts[:8], (torch.randn(31), None), None)), "scale1 weight"),
         (changed(2, (*parts[:9],)), "ten pairs"),
         (changed(3, 5), "num_heads"),
@@ -321,6 +321,48 @@ def test_calls_that_the_layers_own_forward_runs(calls: list[int]) -> None:
     assert not calls
 
 
+def test_parameters_without_dense_rows_run_the_layers_own_forward(calls: list[int]) -> None:
+    ours = layer()
+    ours.linear1.weight = nn.Parameter(ours.linear1.weight.t().contiguous().t())
+    same(ours)
+    ours = layer()
+    ours.norm1.bias = nn.Parameter(torch.full((1,), 0.1).expand(16))
+    same(ours)
+    ours.norm1.bias = nn.Parameter(torch.ones(32)[::2])
+    same(ours)
+    assert not calls
+
+
+class Tripled(nn.TransformerEncoderLayer):
+    """Attends to three times its input."""
+
+    def _sa_block(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        return super()._sa_block(3 * x, *args, **options)
+
+
+def test_a_block_that_a_subclass_or_an_instance_replaces_is_called(calls: list[int]) -> None:
+    class Ours(Tripled, fastattn.nn.TransformerEncoderLayer):
+        pass
+
+    stock, ours = (kind(16, 2, 24, batch_first=True).eval() for kind in (Tripled, Ours))
+    ours.load_state_dict(stock.state_dict())
+    stack = nn.TransformerEncoder(stock, 2, enable_nested_tensor=False)
+    want = stock(X).detach(), stack(X).detach()  # with gradients: not by PyTorch's fast path
+    fastattn.accelerate(stack)
+    patched: Any = layer()
+    patched(X)
+    patched._ff_block = torch.zeros_like
+    with torch.no_grad():
+        assert torch.allclose(ours(X), want[0], atol=1e-5)
+        assert torch.allclose(stack(X), want[1], atol=1e-5)
+        assert torch.allclose(
+            patched(X),
+            patched.norm2(patched.norm1(X + patched._sa_block(X, None, None))),
+            atol=1e-5,
+        )
+    assert not calls
+
+
 def doubled(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
     """A hook that doubles the output."""
     return 2 * output
@@ -350,6 +392,9 @@ def test_layers_changed_by_users_run_pytorchs_forward(part: str, calls: list[int
         runs(lambda ours, module: setattr(ours, part, nn.Sequential(module)))
         runs(lambda ours, module: nn.utils.parametrizations.weight_norm(module))
         runs(lambda ours, module: prune.l1_unstructured(module, "weight", 0.5))
+    if part == "dropout1":
+        runs(lambda ours, module: setattr(ours, part, nn.Sequential(module, nn.Linear(16, 16))))
+        runs(lambda ours, module: setattr(ours, part, nn.Hardtanh()))
     with nn.modules.module.register_module_forward_hook(lambda *_: None), torch.no_grad():
         layer()(X)
     assert not calls

@@ -11,7 +11,8 @@ from cache_calls import cache_operands, refused
 from case_table import within_the_bound
 from torch import Tensor
 
-from fastattn import decode_attention, scaled_dot_product_attention, use_backend
+from fastattn import decode_attention, masks, scaled_dot_product_attention, use_backend
+from fastattn.ops import decode
 from fastattn.testing import Target
 
 test_case = within_the_bound("decode_attention")
@@ -265,6 +266,23 @@ def test_a_forced_backend_that_cannot_attend_does_not_append() -> None:
     given = caches() | wide | {"query": query, "key": key, "value": value}
     with use_backend("triton"):
         refused(given, RuntimeError, "a head dimension of 600 is above")
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("planned", [False, True])
+def test_an_option_that_does_not_fit_is_an_error_before_the_append(planned: bool) -> None:
+    given = caches()
+    heads, capacity = given["query"].shape[1], given["key_cache"].shape[2]
+    fitting = {"relative_bias": torch.randn(heads, 2 * capacity - 1), "mask": masks.prefix_lm(1)}
+    too_short = {"relative_bias": torch.randn(heads, 3)}
+    too_many = {"mask": masks.prefix_lm(torch.ones(7, dtype=torch.int64))}
+    for wrong in (too_short, too_many):
+        decode.plans._clear()
+        if planned:
+            decode_attention(**caches() | fitting)
+        refused(
+            given | fitting | wrong, RuntimeError, "relative_bias must|lengths must be of batch"
+        )
 
 
 def test_parameters_are_accepted_without_gradients(backend: str) -> None:
