@@ -12,7 +12,6 @@ from fastattn.backends.primitives import AttentionOptions, DecodeOptions, Varlen
 from fastattn.backends.triton._core import Operand, Options
 from fastattn.backends.triton._launch import block_of, launch, operand, plan, precision
 from fastattn.backends.triton._sdpa_backward import (
-    Inputs,
     attention_backward_key_value,
     attention_backward_query,
     attention_statistics,
@@ -51,6 +50,16 @@ class Attention(NamedTuple):
         """The suffix of the name of an entry in the table."""
         return "" if self.options.excludes is None else "_masked"
 
+    def operands(self) -> dict[str, Any]:
+        """The arguments of every kernel that describe the call."""
+        return {
+            "q": _rows(self.query),
+            "k": _rows(self.key),
+            "v": _rows(self.value),
+            "o": self.options,
+            **widths_of(self.query, self.value),
+        }
+
     def plan(self, entry: str) -> Launch:
         """The launch of an entry in the table, whose tiles fit the registers with all options."""
         widths = block_of(self.query.shape[-1]), block_of(self.value.shape[-1])
@@ -60,10 +69,9 @@ class Attention(NamedTuple):
 
     def run(self, kernel: Any, entry: str, *, of_keys: bool = False, **arguments: Any) -> None:
         """Launch a kernel with one program for each tile of queries or keys of each head."""
-        launch_plan, o = self.plan(entry), self.options
-        programs = _programs(launch_plan, o, self.batch, of_keys=of_keys)
-        widths = widths_of(self.query, self.value)
-        launch(kernel, launch_plan, programs, self.query.device, o=o, **widths, **arguments)
+        launch_plan = self.plan(entry)
+        programs = _programs(launch_plan, self.options, self.batch, of_keys=of_keys)
+        launch(kernel, launch_plan, programs, self.query.device, **self.operands(), **arguments)
 
 
 class Cotangents(NamedTuple):
@@ -74,6 +82,14 @@ class Cotangents(NamedTuple):
     weights: Tensor | None = None  # [B, Hq, Lq, Lk], a dimension of size 1 is repeated
     weight_share: float = 1.0  # of one head's weights in the returned weights
 
+    def operands(self) -> dict[str, Any]:
+        """The arguments of every kernel that describe them."""
+        return {
+            "grad_out": None if self.out is None else _rows(self.out),
+            "grad_weights": None if self.weights is None else pairs(self.weights),
+            "weight_share": self.weight_share,
+        }
+
 
 def attend(call: Attention) -> tuple[Tensor, Tensor]:
     """Return the output, in the query's memory order, and lse [B, Hq, Lq], or [Hq, T]."""
@@ -82,9 +98,7 @@ def attend(call: Attention) -> tuple[Tensor, Tensor]:
     lse = query.new_empty(
         query.shape[:3] if query.ndim == 4 else query.shape[1::-1], dtype=torch.float64
     )
-    q, k, v = (_rows(x) for x in (query, call.key, call.value))
-    name = "forward" + call.masked
-    call.run(attention_forward, name, q=q, k=k, v=v, out=_rows(out), p_lse=lse)
+    call.run(attention_forward, "forward" + call.masked, out=_rows(out), p_lse=lse)
     return out, lse
 
 
@@ -96,30 +110,28 @@ def statistics(
     *,
     exact: bool,
     grad_sinks: Tensor | None = None,
-) -> Inputs:
-    """Return the tensors of the next kernels, with the statistics of the rows, shaped like lse.
+) -> dict[str, Tensor]:
+    """Return lse in two parts and delta for the next kernels, shaped like lse, in float32.
 
     Writes the share of each row in the gradient of its sink to ``grad_sinks``.
     """
-    grad_out, grad_lse, grad_weights, weight_share = cotangents
+    high, low, delta = lse.new_empty((3, *lse.shape), dtype=torch.float32)
+    row_statistics = {"p_high": high, "p_low": low, "p_delta": delta}
+    grad_lse = cotangents.lse
     if grad_lse is not None:
         grad_lse = grad_lse.unsqueeze(3) if call.query.ndim == 4 else grad_lse.mT.unsqueeze(2)
-    q, k, v = (_rows(x) for x in (call.query, call.key, call.value))
-    do = None if grad_out is None else _rows(grad_out)
-    dw = None if grad_weights is None else pairs(grad_weights)
-    high, low, delta = lse.new_empty((3, *lse.shape), dtype=torch.float32)
-    x = Inputs(q, k, v, do, dw, weight_share, high, low, delta)
     call.run(
         attention_statistics,
         "statistics",
-        x=x,
         out=_rows(out),
-        p_lse=lse.contiguous(),
+        **cotangents.operands(),
         grad_lse=None if grad_lse is None else _rows(grad_lse),
+        p_lse=lse.contiguous(),
+        **row_statistics,
         p_grad_sinks=grad_sinks,
         EXACT=exact,
     )
-    return x
+    return row_statistics
 
 
 def differentiate(
@@ -130,8 +142,8 @@ def differentiate(
     sign: int,  # of the scale
     biases: Biases,
     needs_mask_grad: bool = False,
-) -> tuple[tuple[Tensor | None, ...], Inputs]:
-    """Return the gradients of query, key, value, sinks and the relative bias, and the tensors for
+) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+    """Return the gradients of query, key, value, sinks and the relative bias, and the arguments for
     the kernel of the mask's."""
     sinks, relative_bias = biases.sinks, biases.relative_bias
     # The row sums of a bias's gradient equal the gradient of lse, so the rounding of out must not
@@ -146,14 +158,19 @@ def differentiate(
     if cotangents.out is None:
         cotangents = cotangents._replace(out=out.new_zeros(1).expand(out.shape))
     sink_shares = None if sinks is None else lse.new_zeros(lse.shape, dtype=torch.float32)
-    x = statistics(call, out, lse, cotangents, exact=exact, grad_sinks=sink_shares)
-    name = "backward_query" + call.masked
-    call.run(attention_backward_query, name, x=x, grad_q=_rows(grad_query))
+    row_statistics = statistics(call, out, lse, cotangents, exact=exact, grad_sinks=sink_shares)
+    arguments = cotangents.operands() | row_statistics
+    call.run(
+        attention_backward_query,
+        "backward_query" + call.masked,
+        **arguments,
+        grad_q=_rows(grad_query),
+    )
     call.run(
         attention_backward_key_value,
         "backward_key_value" + call.masked,
         of_keys=True,
-        x=x,
+        **arguments,
         grad_k=_rows(grad_key),
         grad_v=_rows(grad_value),
     )
@@ -163,30 +180,30 @@ def differentiate(
         grad_sinks = by_head.view(-1, sinks.shape[1]).sum_to_size(sinks.shape).to(sinks.dtype)
     if sign != 1:
         grad_query.mul_(sign)
-    grad_table = None if relative_bias is None else _table_gradient(call, relative_bias, x)
-    return (grad_query, grad_key, grad_value, grad_sinks, grad_table), x
+    grad_table = None if relative_bias is None else _table_gradient(call, relative_bias, arguments)
+    return (grad_query, grad_key, grad_value, grad_sinks, grad_table), arguments
 
 
-def _table_gradient(call: Attention, relative_bias: Tensor, x: Inputs) -> Tensor:
-    """The gradient of the table [B|1, Hq, 2 M + 1]."""
+def _table_gradient(call: Attention, relative_bias: Tensor, arguments: dict[str, Any]) -> Tensor:
+    """The gradient of the table [B|1, Hq, 2 M + 1], given the arguments of ``differentiate``."""
     heads, entries = call.options.heads, relative_bias.shape[2]
     parts, launch_plan = call.batch, call.plan("backward_mask")
     if call.options.p_q_starts is not None:  # a sequence's place takes registers, too
-        parts = min(parts, _PARTS)
-        launch_plan = launch_plan._replace(BM=max(launch_plan.BM // 2, 16))
+        parts, launch_plan = (
+            min(parts, _PARTS),
+            launch_plan._replace(BM=max(launch_plan.BM // 2, 16)),
+        )
     grads = call.query.new_empty((parts, heads, entries), dtype=torch.float32)
     launch(
         attention_backward_table,
         launch_plan,
         launch_plan.k_tiles(entries) * parts * heads,
         call.query.device,
-        x=x,
-        o=call.options,
+        **call.operands(),
+        **arguments,
         p_grad=grads,
         entries=entries,
-        sequences=call.batch,
         parts=parts,
-        **widths_of(call.query, call.value),
     )
     return summed_to(relative_bias, grads)
 

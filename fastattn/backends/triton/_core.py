@@ -82,13 +82,12 @@ class Sequence(NamedTuple):
 def batch_sequence(o, i_b):
     """Sequence i_b of a rectangular batch."""
     i_b = tl.cast(i_b, tl.int64)
-    return Sequence(i_b, o.q_len, o.k_len, _offset(o, o.q_len, o.k_len), i_b, i_b)
-
-
-@triton.jit
-def _offset(o, q_len, k_len):
-    """The position of the first query of a sequence among its keys."""
-    return k_len - q_len if o.offset is None else o.offset
+    offset = 0
+    if o.offset is None:
+        offset = o.k_len - o.q_len
+    else:
+        offset = o.offset
+    return Sequence(i_b, o.q_len, o.k_len, offset, i_b, i_b)
 
 
 @triton.jit
@@ -124,7 +123,11 @@ def packed_sequence(o, i_b, OF_KEYS: tl.constexpr):
     """Packed sequence i_b; the one after the last has the other queries, or OF_KEYS the keys."""
     q_base, q_len = _extent(o.p_q_starts, i_b, o.batch, o.q_len, not OF_KEYS)
     k_base, k_len = _extent(o.p_k_starts, i_b, o.batch, o.k_len, OF_KEYS)
-    offset = _offset(o, q_len, k_len)
+    offset = 0
+    if o.offset is None:
+        offset = k_len - q_len
+    else:
+        offset = o.offset
     return Sequence(tl.cast(i_b, tl.int64), q_len, k_len, offset, q_base, k_base)
 
 
@@ -320,7 +323,7 @@ def scores(
     o_m = row + tl.arange(0, BM)
     o_n = first + tl.arange(0, BN)
     if o.p_program is not None:  # before the product, so both need not be in registers
-        allowed = program_pairs(coverage, seq, i_h, o_m, first, o, BM, BN)
+        allowed = program_pairs(coverage, seq, i_h, row, first, o, BM, BN)
     s, slope = scaled(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION), o)
     visible, bias = masked(seq, i_h, row, first, o, CHECKED, BM, BN)
     if o.p_program is not None:

@@ -26,7 +26,7 @@ from fastattn.backends.triton._core import (
     update_softmax,
     visible_keys,
 )
-from fastattn.backends.triton._mask_program import NONE, program_pairs, tile_coverage
+from fastattn.backends.triton._mask_program import NONE, program_pairs_of, tile_coverage_of
 from fastattn.backends.triton._relative_bias import load_bias
 
 
@@ -123,12 +123,12 @@ def decode_chunks(
         m, l, acc = start_softmax(BM, BDV)
         start = tl.maximum(chunk * CHUNK, lo // BN * BN)
         for first in range(start, tl.minimum((chunk + 1) * CHUNK, hi), BN):
-            coverage = tile_coverage(seq, i_hkv, o_m, first, o, BM, BN)
+            coverage = tile_coverage_of(seq, i_hkv, o_m, first, o, BM, BN)
             if coverage != NONE:
                 o_n = first + tl.arange(0, BN)
                 entry, row, m_n = _place(cache, i_b, o_n, (o_n >= lo) & (o_n < hi))
                 if o.p_program is not None:  # before the product, as in `scores`
-                    allowed = program_pairs(coverage, seq, i_hkv, o_m, first, o, BM, BN)
+                    allowed = program_pairs_of(coverage, seq, i_hkv, o_m, first, o, BM, BN)
                 b_k = _load_cached(k, entry, row, i_hkv, m_n, D, BD)
                 s, slope = scaled(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION), o)
                 visible = in_window(o_m, o_n, seq, o)

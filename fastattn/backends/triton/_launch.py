@@ -116,8 +116,18 @@ def _run(
         _compiled[key] = kernel[(programs,)](**arguments, **options_of(planned))
         return
     stream = active.get_current_stream(index)
-    binary = (compiled.function, compiled.packed_metadata)
-    compiled.run(programs, 1, 1, stream, *binary, None, None, None, *values)
+    compiled.run(
+        programs,
+        1,
+        1,
+        stream,
+        compiled.function,
+        compiled.packed_metadata,
+        None,
+        None,
+        None,
+        *values,
+    )
 
 
 def _hooked() -> bool:

@@ -34,12 +34,23 @@ ALL = tl.constexpr(3)
 
 
 @triton.jit
-def tile_coverage(seq, i_h, o_m, first, o, BM: tl.constexpr, BN: tl.constexpr):
+def tile_coverage(seq, i_h, row, first, o, BM: tl.constexpr, BN: tl.constexpr):
     """How many pairs of a tile the program makes visible: NONE, SOME or ALL.
 
-    SOME may stand for each of them. Without a program it is ALL, which compiles to nothing. The
-    queries o_m [BM] may be any.
+    SOME may stand for each of them. Without a program it is ALL, which compiles to nothing.
     """
+    return tile_coverage_of(seq, i_h, row + tl.arange(0, BM), first, o, BM, BN)
+
+
+@triton.jit
+def program_pairs(coverage, seq, i_h, row, first, o, BM: tl.constexpr, BN: tl.constexpr):
+    """Which pairs [BM, BN] of a tile are visible, given its ``tile_coverage``."""
+    return program_pairs_of(coverage, seq, i_h, row + tl.arange(0, BM), first, o, BM, BN)
+
+
+@triton.jit
+def tile_coverage_of(seq, i_h, o_m, first, o, BM: tl.constexpr, BN: tl.constexpr):
+    """``tile_coverage`` of any queries o_m [BM]."""
     if o.p_program is None:
         coverage = ALL
     else:
@@ -48,8 +59,8 @@ def tile_coverage(seq, i_h, o_m, first, o, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def program_pairs(coverage, seq, i_h, o_m, first, o, BM: tl.constexpr, BN: tl.constexpr):
-    """Which pairs [BM, BN] of a tile are visible, given its ``tile_coverage``."""
+def program_pairs_of(coverage, seq, i_h, o_m, first, o, BM: tl.constexpr, BN: tl.constexpr):
+    """``program_pairs`` of any queries o_m [BM]."""
     visible = tl.full([BM, BN], 1, tl.int32)
     if coverage != ALL:
         visible = _evaluated(seq, i_h, o_m, first, o, True, BM, BN)
@@ -113,9 +124,9 @@ def _first_row(rows, o):
 
 
 @triton.jit
-def _coverage(any_visible, all_visible):
+def _coverage(any_seen, all_seen):
     """The value of a tile."""
-    return any_visible.to(tl.int32) + 2 * all_visible.to(tl.int32)
+    return any_seen.to(tl.int32) + 2 * all_seen.to(tl.int32)
 
 
 @triton.jit

@@ -10,15 +10,12 @@ which needs no pass over the keys.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 from fastattn.backends.triton._core import (
     INF,
     LOG2E,
-    Operand,
     any_query_sees,
     dropout_keep,
     exponent_unit,
@@ -40,71 +37,34 @@ from fastattn.backends.triton._core import (
 from fastattn.backends.triton._mask_program import NONE, SOME, program_pairs, tile_coverage
 
 
-class Inputs(NamedTuple):
-    """The tensors of the backward kernels. ``attention_statistics`` writes the last three."""
-
-    q: Operand  # [B, Hq, Lq, D]
-    k: Operand  # [B, Hkv, Lk, D]
-    v: Operand  # [B, Hkv, Lk, Dv]
-    grad_out: Operand | None  # [B, Hq, Lq, Dv]; None: only lse is needed
-    grad_weights: Operand | None  # [B, Hq, Lq, Lk]
-    weight_share: float  # 1 / Hq if the weights were averaged, else 1
-    p_high: Any  # [B, Hq, Lq] float32: lse in the unit of the exponent, +inf for a fully masked row
-    p_low: Any  # [B, Hq, Lq] float32: the rounding error of p_high
-    p_delta: Any  # [B, Hq, Lq] float32: delta - glse
-
-
-@triton.jit
-def load_queries(x, seq, i_h, o_m, o, DV: tl.constexpr, BDV: tl.constexpr):
-    """Return do [BM, BDV], lse in two parts and delta [BM]. do is 0 in fully masked rows."""
-    o_rows = first_row(o, seq, i_h) + o_m
-    m_m = o_m < seq.q_len
-    high = tl.load(x.p_high + o_rows, mask=m_m, other=INF)
-    low = tl.load(x.p_low + o_rows, mask=m_m, other=0.0)
-    delta = tl.load(x.p_delta + o_rows, mask=m_m, other=0.0)
-    b_do = load_rows(x.grad_out, seq.q_base, i_h, o_m, m_m & (high != INF), DV, BDV)
-    return b_do, high, low, delta
-
-
-@triton.jit
-def load_keys(
-    x, seq, i_hkv, o_n, m_n,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-):  # fmt: skip
-    """Return the rows of keys [BN, BD] and values [BN, BDV]."""
-    b_k = load_rows(x.k, seq.k_base, i_hkv, o_n, m_n, D, BD)
-    return b_k, load_rows(x.v, seq.k_base, i_hkv, o_n, m_n, DV, BDV)
-
-
 @triton.jit
 def score_gradients(
-    b_q,  # [BM, BD]
-    b_k,  # [BN, BD]
     b_v,  # [BN, BDV]
     b_do,  # [BM, BDV]
     high,  # [BM]
     low,  # [BM]
     delta,  # [BM]
-    x,
+    grad_weights,
+    weight_share,
     seq,
     i_h,
     row,
     first,
-    coverage,
+    s,
+    visible,
     o,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return the weights without their common factor; d loss / d s; d loss / d (scale q.k); and the
-    visible pairs. All are [BM, BN]."""
-    BM: tl.constexpr = b_q.shape[0]
-    BN: tl.constexpr = b_k.shape[0]
-    wait_for_loads(b_v, PRECISION)
-    s, visible, slope = scores(b_q, b_k, seq, i_h, row, first, coverage, o, True, PRECISION)
+    """Return the weights without their common factor, and d loss / d s, both [BM, BN]."""
     p = tl.where(visible, probabilities(s, high, low, exponent_unit(o), o), 0.0)
     dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
-    if x.grad_weights is not None:
-        dw = load_pairs(x.grad_weights, seq, i_h, row, first, 0.0, BM, BN)
-        dp += dw.to(tl.float32) * x.weight_share
+    if grad_weights is not None:
+        dp += (
+            load_pairs(grad_weights, seq, i_h, row, first, 0.0, BM, BN).to(tl.float32)
+            * weight_share
+        )
     w = p
     if o.p_seed is not None:
         keep = dropout_keep(seq, i_h, row + tl.arange(0, BM), first, o, BM, BN)
@@ -112,7 +72,7 @@ def score_gradients(
         w = tl.where(keep, p, 0.0)
     # Selected: the gradient of a fully masked row may be NaN.
     ds = tl.where(visible & (high != INF)[:, None], p * (dp - delta[:, None]), 0.0)
-    return w, ds, ds * slope, visible
+    return w, ds
 
 
 @triton.jit
@@ -132,7 +92,7 @@ def _sees_keys(seq, i_h, row, lo, hi, o, BM: tl.constexpr, BN: tl.constexpr):
         for first in range(lo // BN * BN, hi, BN):
             visible, bias = masked(seq, i_h, row, first, o, True, BM, BN)
             if o.p_program is not None:
-                visible = visible & program_pairs(SOME, seq, i_h, o_m, first, o, BM, BN)
+                visible = visible & program_pairs(SOME, seq, i_h, row, first, o, BM, BN)
             any_visible = tl.maximum(any_visible, tl.max(visible.to(tl.int32), axis=1))
         sees = any_visible > 0
     return sees
@@ -140,11 +100,19 @@ def _sees_keys(seq, i_h, row, lo, hi, o, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def attention_statistics(
-    x,
-    o,
+    q,
+    k,
+    v,
     out,  # [B, Hq, Lq, Dv]
-    p_lse,  # [B, Hq, Lq] float64
+    grad_out,  # [B, Hq, Lq, Dv]; None: only lse is needed
     grad_lse,  # [B, Hq, Lq, 1] or None
+    grad_weights,  # [B, Hq, Lq, Lk] or None
+    weight_share,  # 1 / Hq if the weights were averaged, else 1
+    o,
+    p_lse,  # [B, Hq, Lq] float64
+    p_high,  # [B, Hq, Lq] float32, as p_low and p_delta
+    p_low,
+    p_delta,
     p_grad_sinks,  # [B, Hq, Lq] float32: the share of each row; None without sinks
     EXACT: tl.constexpr,
     D: tl.constexpr,
@@ -171,7 +139,7 @@ def attention_statistics(
     o_m = row + tl.arange(0, BM)
     m_m = o_m < seq.q_len
     o_rows = first_row(o, seq, i_h) + o_m
-    b_q = load_rows(x.q, seq.q_base, i_h, o_m, m_m, D, BD)
+    b_q = load_rows(q, seq.q_base, i_h, o_m, m_m, D, BD)
     last = tl.minimum(row + BM, seq.q_len) - 1
     lo, full_lo, full_hi, hi = visible_keys(row, last, seq, o, BN)
 
@@ -196,38 +164,43 @@ def attention_statistics(
             if o.sinks is not None:
                 m, l = start_with_sink(o, seq.i_b, i_h, BM)
             for first in range(lo // BN * BN, hi, BN):
-                coverage = tile_coverage(seq, i_h, o_m, first, o, BM, BN)
+                coverage = tile_coverage(seq, i_h, row, first, o, BM, BN)
                 if coverage != NONE:
                     o_n = first + tl.arange(0, BN)
-                    b_k = load_rows(x.k, seq.k_base, i_h // o.group, o_n, o_n < seq.k_len, D, BD)
+                    b_k = load_rows(k, seq.k_base, i_h // o.group, o_n, o_n < seq.k_len, D, BD)
                     s, visible, slope = scores(
                         b_q, b_k, seq, i_h, row, first, coverage, o, True, PRECISION
                     )
                     m, l, p, shrink = update_softmax(m, l, s, unit, o)
             high = tl.where(huge, m, high)
             low = tl.where(huge, tl.log(l), low)
-    tl.store(x.p_high + o_rows, high, mask=m_m)
-    tl.store(x.p_low + o_rows, low, mask=m_m)
+    tl.store(p_high + o_rows, high, mask=m_m)
+    tl.store(p_low + o_rows, low, mask=m_m)
 
-    if x.grad_out is not None:
+    if grad_out is not None:
         b_out = load_rows(out, seq.q_base, i_h, o_m, m_m & sees, DV, BDV).to(tl.float32)
-        b_do = load_rows(x.grad_out, seq.q_base, i_h, o_m, m_m & sees, DV, BDV)
+        b_do = load_rows(grad_out, seq.q_base, i_h, o_m, m_m & sees, DV, BDV)
         delta = tl.sum(b_out * b_do.to(tl.float32), axis=1)
         sink_weight = tl.zeros([BM], tl.float32)
         if o.sinks is not None:
             sink = tl.zeros([BM, 1], tl.float32) + sink_score(o, seq.i_b, i_h)
             sink_weight = tl.sum(probabilities(sink, high, low, unit, o), axis=1)
-        if EXACT or x.grad_weights is not None:
+        if EXACT or grad_weights is not None:
             correction = -sink_weight * delta  # the sink is a key whose value is 0
             for first in range(lo // BN * BN, hi, BN):
-                coverage = tile_coverage(seq, i_h, o_m, first, o, BM, BN)
+                coverage = tile_coverage(seq, i_h, row, first, o, BM, BN)
                 if coverage != NONE:
                     o_n = first + tl.arange(0, BN)
                     m_n = (o_n >= lo) & (o_n < hi)
-                    b_k, b_v = load_keys(x, seq, i_h // o.group, o_n, m_n, D, DV, BD, BDV)
-                    w, ds, dqk, visible = score_gradients(
-                        b_q, b_k, b_v, b_do, high, low, delta,
-                        x, seq, i_h, row, first, coverage, o, PRECISION,
+                    b_k = load_rows(k, seq.k_base, i_h // o.group, o_n, m_n, D, BD)
+                    b_v = load_rows(v, seq.k_base, i_h // o.group, o_n, m_n, DV, BDV)
+                    wait_for_loads(b_v, PRECISION)
+                    s, visible, slope = scores(
+                        b_q, b_k, seq, i_h, row, first, coverage, o, True, PRECISION
+                    )
+                    w, ds = score_gradients(
+                        b_v, b_do, high, low, delta, grad_weights, weight_share,
+                        seq, i_h, row, first, s, visible, o, BM, BN, PRECISION,
                     )  # fmt: skip
                     correction += tl.sum(ds, axis=1)
             delta += correction
@@ -239,7 +212,7 @@ def attention_statistics(
                 + o_m.to(tl.int64) * grad_lse.l
             )
             delta -= tl.load(p_gl, mask=m_m & sees, other=0.0).to(tl.float32)
-        tl.store(x.p_delta + o_rows, delta, mask=m_m)
+        tl.store(p_delta + o_rows, delta, mask=m_m)
         if p_grad_sinks is not None:
             grad_sink = tl.where(sees, -sink_weight * delta, 0.0)
             if grad_lse is not None:
@@ -250,8 +223,16 @@ def attention_statistics(
 
 @triton.jit
 def attention_backward_query(
-    x,
+    q,
+    k,
+    v,
+    grad_out,
+    grad_weights,
+    weight_share,
     o,
+    p_high,
+    p_low,
+    p_delta,
     grad_q,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -268,33 +249,48 @@ def attention_backward_query(
     row = (tl.cdiv(seq.q_len, BM) - 1 - tile) * BM
     o_m = row + tl.arange(0, BM)
     m_m = o_m < seq.q_len
-    b_q = load_rows(x.q, seq.q_base, i_h, o_m, m_m, D, BD)
-    b_do, high, low, delta = load_queries(x, seq, i_h, o_m, o, DV, BDV)
+    o_rows = first_row(o, seq, i_h) + o_m
+    high = tl.load(p_high + o_rows, mask=m_m, other=INF)
+    low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
+    delta = tl.load(p_delta + o_rows, mask=m_m, other=0.0)
+    b_q = load_rows(q, seq.q_base, i_h, o_m, m_m, D, BD)
+    b_do = load_rows(grad_out, seq.q_base, i_h, o_m, m_m & (high != INF), DV, BDV)
     acc = tl.zeros([BM, BD], tl.float32)
 
     last = tl.minimum(row + BM, seq.q_len) - 1
     lo, full_lo, full_hi, hi = visible_keys(row, last, seq, o, BN)
     for first in range(lo // BN * BN, hi, BN):
-        coverage = tile_coverage(seq, i_h, o_m, first, o, BM, BN)
+        coverage = tile_coverage(seq, i_h, row, first, o, BM, BN)
         if coverage != NONE:
             o_n = first + tl.arange(0, BN)
             m_n = (o_n >= lo) & (o_n < hi)
-            b_k, b_v = load_keys(x, seq, i_h // o.group, o_n, m_n, D, DV, BD, BDV)
-            w, ds, dqk, visible = score_gradients(
-                b_q, b_k, b_v, b_do, high, low, delta,
-                x, seq, i_h, row, first, coverage, o, PRECISION,
+            b_k = load_rows(k, seq.k_base, i_h // o.group, o_n, m_n, D, BD)
+            b_v = load_rows(v, seq.k_base, i_h // o.group, o_n, m_n, DV, BDV)
+            wait_for_loads(b_v, PRECISION)
+            s, visible, slope = scores(b_q, b_k, seq, i_h, row, first, coverage, o, True, PRECISION)
+            w, ds = score_gradients(
+                b_v, b_do, high, low, delta, grad_weights, weight_share,
+                seq, i_h, row, first, s, visible, o, BM, BN, PRECISION,
             )  # fmt: skip
             if o.excludes is not None:  # 0 * NaN would be NaN
                 m_n = m_n & any_query_sees(visible)
-                b_k = load_rows(x.k, seq.k_base, i_h // o.group, o_n, m_n, D, BD)
-            acc = tl.dot(dqk.to(b_k.dtype), b_k, acc, input_precision=PRECISION)
+                b_k = load_rows(k, seq.k_base, i_h // o.group, o_n, m_n, D, BD)
+            acc = tl.dot((ds * slope).to(b_k.dtype), b_k, acc, input_precision=PRECISION)
     store_rows(grad_q, seq.q_base, i_h, o_m, m_m, acc * o.scale, D, BD)
 
 
 @triton.jit
 def attention_backward_key_value(
-    x,
+    q,
+    k,
+    v,
+    grad_out,
+    grad_weights,
+    weight_share,
     o,
+    p_high,
+    p_low,
+    p_delta,
     grad_k,
     grad_v,
     D: tl.constexpr,
@@ -315,26 +311,37 @@ def attention_backward_key_value(
         return
     o_n = first + tl.arange(0, BN)
     m_n = o_n < seq.k_len
-    b_k, b_v = load_keys(x, seq, i_hkv, o_n, m_n, D, DV, BD, BDV)
+    b_k = load_rows(k, seq.k_base, i_hkv, o_n, m_n, D, BD)
+    b_v = load_rows(v, seq.k_base, i_hkv, o_n, m_n, DV, BDV)
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BDV], tl.float32)
 
     last = tl.minimum(first + BN, seq.k_len) - 1
     lo, hi = visible_queries(first, last, seq, o, BM)
     for i_h in range(i_hkv * o.group, i_hkv * o.group + o.group):
+        o_head = first_row(o, seq, i_h)
         for row in range(lo, hi, BM):
-            o_m = row + tl.arange(0, BM)
-            coverage = tile_coverage(seq, i_h, o_m, first, o, BM, BN)
+            coverage = tile_coverage(seq, i_h, row, first, o, BM, BN)
             if coverage != NONE:
-                b_do, high, low, delta = load_queries(x, seq, i_h, o_m, o, DV, BDV)
-                b_q = load_rows(x.q, seq.q_base, i_h, o_m, high != INF, D, BD)
-                w, ds, dqk, visible = score_gradients(
-                    b_q, b_k, b_v, b_do, high, low, delta,
-                    x, seq, i_h, row, first, coverage, o, PRECISION,
+                o_m = row + tl.arange(0, BM)
+                m_m = o_m < seq.q_len
+                high = tl.load(p_high + o_head + o_m, mask=m_m, other=INF)
+                low = tl.load(p_low + o_head + o_m, mask=m_m, other=0.0)
+                delta = tl.load(p_delta + o_head + o_m, mask=m_m, other=0.0)
+                m_m = m_m & (high != INF)
+                b_q = load_rows(q, seq.q_base, i_h, o_m, m_m, D, BD)
+                b_do = load_rows(grad_out, seq.q_base, i_h, o_m, m_m, DV, BDV)
+                wait_for_loads(b_v, PRECISION)
+                s, visible, slope = scores(
+                    b_q, b_k, seq, i_h, row, first, coverage, o, True, PRECISION
+                )
+                w, ds = score_gradients(
+                    b_v, b_do, high, low, delta, grad_weights, weight_share,
+                    seq, i_h, row, first, s, visible, o, BM, BN, PRECISION,
                 )  # fmt: skip
                 acc_v = tl.dot(tl.trans(w.to(b_do.dtype)), b_do, acc_v, input_precision=PRECISION)
-                dqk = tl.trans(dqk.to(b_q.dtype))
-                acc_k = tl.dot(dqk, b_q, acc_k, input_precision=PRECISION)
+                ds = (ds * slope).to(b_q.dtype)
+                acc_k = tl.dot(tl.trans(ds), b_q, acc_k, input_precision=PRECISION)
     if o.p_seed is not None:
         acc_v = acc_v * o.kept_scale
     store_rows(grad_k, seq.k_base, i_hkv, o_n, m_n, acc_k * o.scale, D, BD)

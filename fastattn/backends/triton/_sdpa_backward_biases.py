@@ -6,21 +6,33 @@ import triton
 import triton.language as tl
 
 from fastattn.backends.triton._core import (
+    INF,
     batch_sequence,
+    first_row,
     in_matrix,
     load_rows,
     packed_sequence,
+    scores,
     visible_keys,
+    wait_for_loads,
 )
 from fastattn.backends.triton._mask_program import NONE, tile_coverage
 from fastattn.backends.triton._relative_bias import entries_of
-from fastattn.backends.triton._sdpa_backward import load_keys, load_queries, score_gradients
+from fastattn.backends.triton._sdpa_backward import score_gradients
 
 
 @triton.jit
 def attention_backward_mask(
-    x,
+    q,
+    k,
+    v,
+    grad_out,
+    grad_weights,
+    weight_share,
     o,
+    p_high,
+    p_low,
+    p_delta,
     p_grad,  # [Bm, Hm, Lq or its tiles, Lk or its tiles] float32
     mask_heads,
     batch_sum,  # the number of sequences, and of heads, that share one element of the mask
@@ -54,14 +66,22 @@ def attention_backward_mask(
         i_b = i_mask // mask_heads + n // head_sum
         i_h = i_mask % mask_heads + n % head_sum
         seq = batch_sequence(o, i_b)
-        coverage = tile_coverage(seq, i_h, o_m, first, o, BM, BN)
+        coverage = tile_coverage(seq, i_h, row, first, o, BM, BN)
         if coverage != NONE:
-            b_q = load_rows(x.q, seq.q_base, i_h, o_m, o_m < o.q_len, D, BD)
-            b_do, high, low, delta = load_queries(x, seq, i_h, o_m, o, DV, BDV)
-            b_k, b_v = load_keys(x, seq, i_h // o.group, o_n, m_n, D, DV, BD, BDV)
-            w, ds, dqk, visible = score_gradients(
-                b_q, b_k, b_v, b_do, high, low, delta,
-                x, seq, i_h, row, first, coverage, o, PRECISION,
+            o_rows = first_row(o, seq, i_h) + o_m
+            m_m = o_m < o.q_len
+            high = tl.load(p_high + o_rows, mask=m_m, other=INF)
+            low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
+            delta = tl.load(p_delta + o_rows, mask=m_m, other=0.0)
+            b_q = load_rows(q, seq.q_base, i_h, o_m, m_m, D, BD)
+            b_do = load_rows(grad_out, seq.q_base, i_h, o_m, m_m & (high != INF), DV, BDV)
+            b_k = load_rows(k, seq.k_base, i_h // o.group, o_n, m_n, D, BD)
+            b_v = load_rows(v, seq.k_base, i_h // o.group, o_n, m_n, DV, BDV)
+            wait_for_loads(b_v, PRECISION)
+            s, visible, slope = scores(b_q, b_k, seq, i_h, row, first, coverage, o, True, PRECISION)
+            w, ds = score_gradients(
+                b_v, b_do, high, low, delta, grad_weights, weight_share,
+                seq, i_h, row, first, s, visible, o, BM, BN, PRECISION,
             )  # fmt: skip
             # One element may be the sum of thousands of terms, so the rounding errors are summed,
             # too.
@@ -92,11 +112,18 @@ def attention_backward_mask(
 
 @triton.jit
 def attention_backward_table(
-    x,
+    q,
+    k,
+    v,
+    grad_out,
+    grad_weights,
+    weight_share,
     o,
+    p_high,
+    p_low,
+    p_delta,
     p_grad,  # [parts, Hq, entries] float32
     entries,
-    sequences,
     parts,  # of which each sums every parts-th sequence
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -106,52 +133,99 @@ def attention_backward_table(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """d loss / d table for BN entries of one head: the sums of ds over the pairs that read them.
-
-    This visits the tiles that read the entries, in one order. In a tile it takes one entry after
-    the other, so positions may be any, and pairs of one entry need not be neighbours.
-    """
+    """d loss / d table for BN entries of one head: the sums of ds over the pairs that read them."""
     tiles = tl.cdiv(entries, BN)
     begin = tl.program_id(0) % tiles * BN
-    end = begin + BN
-    o_e = begin + tl.arange(0, BN)
     i_part = (tl.program_id(0) // tiles).to(tl.int64)
     i_h = i_part % o.heads
     total = tl.zeros([BN], tl.float32)
-    for i_b in range((i_part // o.heads).to(tl.int32), sequences, parts):
-        if o.p_q_starts is None:
-            seq = batch_sequence(o, i_b)
-        else:
+    if o.p_q_starts is None:  # a batch has as many parts as sequences
+        seq = batch_sequence(o, i_part // o.heads)
+        total = _add_entries(
+            total, begin, q, k, v, grad_out, grad_weights, weight_share, seq,
+            i_h, o, p_high, p_low, p_delta, D, DV, BD, BDV, PRECISION, BM, BN,
+        )  # fmt: skip
+    else:
+        for i_b in range((i_part // o.heads).to(tl.int32), o.batch, parts):
             seq = packed_sequence(o, i_b, False)
-        row_lo = 0
-        row_hi = seq.q_len
-        if o.p_positions is None:  # begin <= middle + i + offset - j < end for a key j
-            entry_of_first_pair = o.middle + seq.offset
-            row_lo = tl.maximum(begin - entry_of_first_pair, 0) // BM * BM
-            row_hi = tl.minimum(seq.q_len, end - entry_of_first_pair + seq.k_len - 1)
-        for row in range(row_lo, row_hi, BM):
-            o_m = row + tl.arange(0, BM)
-            b_q = load_rows(x.q, seq.q_base, i_h, o_m, o_m < seq.q_len, D, BD)
-            b_do, high, low, delta = load_queries(x, seq, i_h, o_m, o, DV, BDV)
-            last = tl.minimum(row + BM, seq.q_len) - 1
-            lo, full_lo, full_hi, hi = visible_keys(row, last, seq, o, BN)
-            if o.p_positions is None:
-                lo = tl.maximum(lo, o.middle + row + seq.offset - end + 1)
-                hi = tl.minimum(hi, o.middle + last + seq.offset - begin + 1)
-            for first in range(lo // BN * BN, hi, BN):
-                b_e = entries_of(seq, o_m, first, o, BN)
-                coverage = tile_coverage(seq, i_h, o_m, first, o, BM, BN)
-                min_entry = tl.maximum(tl.min(tl.min(b_e, axis=1), axis=0), begin)
-                max_entry = tl.minimum(tl.max(tl.max(b_e, axis=1), axis=0), end - 1)
-                if (min_entry <= max_entry) & (coverage != NONE):
-                    o_n = first + tl.arange(0, BN)
-                    m_n = o_n < seq.k_len
-                    b_k, b_v = load_keys(x, seq, i_h // o.group, o_n, m_n, D, DV, BD, BDV)
-                    w, ds, dqk, visible = score_gradients(
-                        b_q, b_k, b_v, b_do, high, low, delta,
-                        x, seq, i_h, row, first, coverage, o, PRECISION,
-                    )  # fmt: skip
-                    for e in range(min_entry, max_entry + 1):
-                        entry_sum = tl.sum(tl.sum(tl.where(b_e == e, ds, 0.0), axis=1), axis=0)
-                        total += tl.where(o_e == e, entry_sum, 0.0)
+            total = _add_entries(
+                total, begin, q, k, v, grad_out, grad_weights, weight_share, seq,
+                i_h, o, p_high, p_low, p_delta, D, DV, BD, BDV, PRECISION, BM, BN,
+            )  # fmt: skip
+    o_e = begin + tl.arange(0, BN)
     tl.store(p_grad + i_part * entries + o_e, total, mask=o_e < entries)
+
+
+@triton.jit
+def _add_entries(
+    total,  # [BN]
+    begin,  # the first entry
+    q,
+    k,
+    v,
+    grad_out,
+    grad_weights,
+    weight_share,
+    seq,
+    i_h,
+    o,
+    p_high,
+    p_low,
+    p_delta,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Add the sums of one sequence.
+
+    This visits the tiles that read its entries, in one order. In a tile it takes one entry after
+    the other, so positions may be any, and pairs of one entry need not be neighbours.
+    """
+    end = begin + BN
+    o_e = begin + tl.arange(0, BN)
+    row_lo = 0
+    row_hi = seq.q_len
+    if o.p_positions is None:  # begin <= middle + i + offset - j < end for a key j
+        entry_of_first_pair = o.middle + seq.offset
+        row_lo = tl.maximum(begin - entry_of_first_pair, 0) // BM * BM
+        row_hi = tl.minimum(seq.q_len, end - entry_of_first_pair + seq.k_len - 1)
+    for row in range(row_lo, row_hi, BM):
+        o_m = row + tl.arange(0, BM)
+        m_m = o_m < seq.q_len
+        o_rows = first_row(o, seq, i_h) + o_m
+        high = tl.load(p_high + o_rows, mask=m_m, other=INF)
+        low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
+        delta = tl.load(p_delta + o_rows, mask=m_m, other=0.0)
+        b_q = load_rows(q, seq.q_base, i_h, o_m, m_m, D, BD)
+        b_do = load_rows(grad_out, seq.q_base, i_h, o_m, m_m & (high != INF), DV, BDV)
+        last = tl.minimum(row + BM, seq.q_len) - 1
+        lo, full_lo, full_hi, hi = visible_keys(row, last, seq, o, BN)
+        if o.p_positions is None:
+            lo = tl.maximum(lo, o.middle + row + seq.offset - end + 1)
+            hi = tl.minimum(hi, o.middle + last + seq.offset - begin + 1)
+        for first in range(lo // BN * BN, hi, BN):
+            b_e = entries_of(seq, o_m, first, o, BN)
+            coverage = tile_coverage(seq, i_h, row, first, o, BM, BN)
+            min_entry = tl.maximum(tl.min(tl.min(b_e, axis=1), axis=0), begin)
+            max_entry = tl.minimum(tl.max(tl.max(b_e, axis=1), axis=0), end - 1)
+            if (min_entry <= max_entry) & (coverage != NONE):
+                o_n = first + tl.arange(0, BN)
+                m_n = o_n < seq.k_len
+                b_k = load_rows(k, seq.k_base, i_h // o.group, o_n, m_n, D, BD)
+                b_v = load_rows(v, seq.k_base, i_h // o.group, o_n, m_n, DV, BDV)
+                wait_for_loads(b_v, PRECISION)
+                s, visible, slope = scores(
+                    b_q, b_k, seq, i_h, row, first, coverage, o, True, PRECISION
+                )
+                w, ds = score_gradients(
+                    b_v, b_do, high, low, delta, grad_weights, weight_share,
+                    seq, i_h, row, first, s, visible, o, BM, BN, PRECISION,
+                )  # fmt: skip
+                for e in range(min_entry, max_entry + 1):
+                    entry_sum = tl.sum(tl.sum(tl.where(b_e == e, ds, 0.0), axis=1), axis=0)
+                    total += tl.where(o_e == e, entry_sum, 0.0)
+    return total

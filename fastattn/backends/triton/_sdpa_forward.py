@@ -52,9 +52,8 @@ def _attend_to(
 ):
     """Update the state of the softmax with the keys [start, end)."""
     unit = exponent_unit(o)
-    o_m = row + tl.arange(0, BM)
     for first in range(start, end, BN):
-        coverage = tile_coverage(seq, i_h, o_m, first, o, BM, BN)
+        coverage = tile_coverage(seq, i_h, row, first, o, BM, BN)
         if coverage != NONE:
             o_n = first + tl.arange(0, BN)
             m_n = (o_n >= lo) & (o_n < hi)
@@ -64,7 +63,9 @@ def _attend_to(
             )
             m, l, p, shrink = update_softmax(m, l, s, unit, o)
             if o.p_seed is not None:
-                p = tl.where(dropout_keep(seq, i_h, o_m, first, o, BM, BN), p, 0.0)
+                p = tl.where(
+                    dropout_keep(seq, i_h, row + tl.arange(0, BM), first, o, BM, BN), p, 0.0
+                )
             if o.excludes is not None:
                 m_n = m_n & any_query_sees(visible)  # 0 * NaN would be NaN
             b_v = load_rows(v, seq.k_base, i_h // o.group, o_n, m_n, DV, BDV)
@@ -126,8 +127,11 @@ def attention_forward(
 
 @triton.jit
 def attention_weights(
-    x,  # the Inputs of the backward kernels
+    q,
+    k,
     o,
+    p_high,  # [B, Hq, Lq] float32: lse in the unit of the exponent
+    p_low,  # [B, Hq, Lq] float32: the rounding error of p_high
     weights,  # [B, Hq, Lq, Lk], or [B, 1, Lq, Lk]
     AVERAGED: tl.constexpr,
     D: tl.constexpr,
@@ -159,18 +163,21 @@ def attention_weights(
     seq = batch_sequence(o, i_b)
     total = tl.zeros([BM, BN], tl.float32)
     for i_h in range(head, end):
-        coverage = tile_coverage(seq, i_h, o_m, first, o, BM, BN)
+        coverage = tile_coverage(seq, i_h, row, first, o, BM, BN)
         if coverage != NONE:
-            b_q = load_rows(x.q, seq.q_base, i_h, o_m, m_m, D, BD)
-            b_k = load_rows(x.k, seq.k_base, i_h // o.group, o_n, o_n < o.k_len, D, BD)
+            b_q = load_rows(q, seq.q_base, i_h, o_m, m_m, D, BD)
+            b_k = load_rows(k, seq.k_base, i_h // o.group, o_n, o_n < o.k_len, D, BD)
             s, visible, slope = scores(b_q, b_k, seq, i_h, row, first, coverage, o, True, PRECISION)
             o_rows = (i_b * o.heads + i_h) * o.q_len + o_m
-            high = tl.load(x.p_high + o_rows, mask=m_m, other=0.0)
-            low = tl.load(x.p_low + o_rows, mask=m_m, other=0.0)
+            high = tl.load(p_high + o_rows, mask=m_m, other=0.0)
+            low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
             p = tl.where(visible, probabilities(s, high, low, unit, o), 0.0)
             if o.p_seed is not None:
-                keep = dropout_keep(seq, i_h, o_m, first, o, BM, BN)
-                p = tl.where(keep, p * o.kept_scale, 0.0)
+                p = tl.where(
+                    dropout_keep(seq, i_h, row + tl.arange(0, BM), first, o, BM, BN),
+                    p * o.kept_scale,
+                    0.0,
+                )
             total += p
     if AVERAGED:
         total = total / o.heads

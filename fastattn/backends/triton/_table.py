@@ -54,9 +54,9 @@ _Table = dict[str, dict[int, _Rows]]
 # Small, so that a short sequence has several tiles; used by tests.
 _INTERPRETER = Launch(32, 32, 4, 1)
 
-# A kernel, perhaps with another one, whose lines it has unless its own follow. A line has bits,
-# architectures, and for each maximum width BMxBN,warps,stages. The star lets ptxas use all
-# registers where it would otherwise spill; elsewhere it would then take too many and spill.
+# A kernel, then lines of: bits, architectures, and for each maximum width BMxBN,warps,stages. The
+# star lets ptxas use all registers where it would otherwise spill; elsewhere it would then take too
+# many and spill.
 #
 # mma.sync of sm_80 keeps its operands in registers, and the GPU has less shared memory. gfx942 has
 # waves of 64 lanes, 64 KiB of local memory, and 512 registers a lane with 4 waves, 256 with 8.
@@ -70,10 +70,14 @@ forward
     32 sm_90,sm_100       64:32x32,4,2 128:32x16,8,1 256:32x16,8,1 512:16x16,8,1
     32 gfx942             64:32x32,4,2 128:32x32,4,1 256:16x16,4,1 512:16x16,4,1
 # A mask needs registers, and so do the values that are summed with it.
-forward_masked forward
+forward_masked
+    16 sm_80              64:64x64,8,3 128:64x64,8,2 256:32x32,8,2 512:16x32,8,1
     16 sm_90              64:128x64,8,3 128:128x32,8,3 256:64x32,8,2 512:32x32,8,2
     16 sm_100             64:128x64,8,3* 128:128x32,8,3* 256:64x32,8,2* 512:32x32,8,2*
+    16 gfx942             64:64x64,4,2 128:64x32,4,2 256:32x32,4,2 512:16x32,4,1
     32 sm_80              64:32x32,4,2 128:32x16,4,1 256:32x16,8,1 512:16x16,8,1
+    32 sm_90,sm_100       64:32x32,4,2 128:32x16,8,1 256:32x16,8,1 512:16x16,8,1
+    32 gfx942             64:32x32,4,2 128:32x32,4,1 256:16x16,4,1 512:16x16,4,1
 # With 16 bits on sm_80 a bias spills at 64 x 64.
 backward_query
     16 sm_80              64:64x32,8,2 128:64x64,8,2 256:32x32,8,1 512:16x32,8,1
@@ -82,8 +86,13 @@ backward_query
     16 gfx942             64:32x64,4,1 128:32x32,4,1 256:16x32,4,1 512:16x16,4,1
     32 sm_80,sm_90,sm_100 64:32x32,8,1* 128:16x16,8,1* 256:16x16,8,1* 512:16x16,8,1*
     32 gfx942             64:32x32,4,1 128:16x16,4,1 512:16x16,4,1
-backward_query_masked backward_query
+backward_query_masked
+    16 sm_80              64:64x32,8,2 128:64x64,8,2 256:32x32,8,1 512:16x32,8,1
     16 sm_90              64:64x64,8,2 128:64x32,8,2 256:32x32,8,1 512:16x32,8,1
+    16 sm_100             64:64x64,8,2 128:64x64,8,2 256:32x32,8,1 512:16x16,8,1
+    16 gfx942             64:32x64,4,1 128:32x32,4,1 256:16x32,4,1 512:16x16,4,1
+    32 sm_80,sm_90,sm_100 64:32x32,8,1* 128:16x16,8,1* 256:16x16,8,1* 512:16x16,8,1*
+    32 gfx942             64:32x32,4,1 128:16x16,4,1 512:16x16,4,1
 statistics
     16 sm_80              64:64x64,8,2 128:64x32,8,2 256:32x16,8,1 512:16x32,8,1
     16 sm_90              64:64x64,8,2 128:64x64,8,2 256:32x16,8,1 512:16x32,8,1
@@ -98,10 +107,13 @@ backward_key_value
     16 gfx942             64:32x64,4,1 128:32x32,4,1 256:16x32,4,1 512:16x16,4,1
     32 sm_80,sm_90,sm_100 64:32x32,4,1* 128:16x32,8,1* 256:16x16,8,1* 512:16x16,8,1*
     32 gfx942             64:32x32,4,1 128:16x16,4,1 512:16x16,4,1
-backward_key_value_masked backward_key_value
+backward_key_value_masked
+    16 sm_80              64:32x32,4,1 128:32x64,8,1 256:32x32,8,1 512:16x32,8,1
     16 sm_90              64:64x64,8,1 128:32x64,8,1 256:32x32,8,1 512:16x16,8,1
     16 sm_100             64:64x64,8,1* 128:32x64,4,1 256:32x32,8,1 512:16x16,8,1
+    16 gfx942             64:32x64,4,1 128:32x32,4,1 256:16x32,4,1 512:16x16,4,1
     32 sm_80,sm_90,sm_100 64:32x32,8,1* 128:16x32,8,1* 256:16x16,8,1* 512:16x16,8,1*
+    32 gfx942             64:32x32,4,1 128:16x16,4,1 512:16x16,4,1
 backward_mask
     16 sm_80,sm_90,sm_100 64:64x64,8,2 128:32x64,8,1 256:16x32,4,1 512:16x32,8,1
     16 gfx942             64:32x64,4,1 128:32x32,4,1 256:16x32,4,1 512:16x16,4,1
@@ -115,10 +127,13 @@ decode
     32 sm_80,sm_90        64:16x32,4,2 256:16x16,4,2 512:16x16,8,2
     32 sm_100             64:16x32,4,2 256:16x16,8,2 512:16x16,8,2
     32 gfx942             128:16x32,4,1 512:16x16,4,1
-decode_rows decode
+decode_rows
     16 sm_80,sm_90        128:64x64,8,3 256:32x32,8,3 512:16x32,8,2
     16 sm_100             128:64x64,8,3* 256:32x32,8,3* 512:16x32,8,2*
     16 gfx942             128:32x32,4,2 256:16x32,4,2 512:16x16,4,2
+    32 sm_80,sm_90        64:16x32,4,2 256:16x16,4,2 512:16x16,8,2
+    32 sm_100             64:16x32,4,2 256:16x16,8,2 512:16x16,8,2
+    32 gfx942             128:16x32,4,1 512:16x16,4,1
 # A program computes all hops of a tile of queries. Most calls have few queries.
 hops
     16 sm_80,sm_90        256:16x32,4,1
@@ -149,10 +164,7 @@ def _parsed(text: str) -> dict[str, _Table]:
         if line[:1] in ("", "#"):
             continue
         if line[0] != " ":
-            kernel, *like = line.split()
-            for name in like:
-                for table in tables.values():
-                    table[kernel] = dict(table[name])
+            kernel = line
             continue
         bits, architectures, *entries = line.split()
         for architecture in architectures.split(","):

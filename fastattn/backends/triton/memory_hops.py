@@ -119,11 +119,11 @@ def run_forward(
     stats = query.new_empty((*lead, o.hops, 2), dtype=torch.float32)
     planned = plan("hops", query, block_of(width))
     first: Operand | None = _vectors(query)
-    for begin, last in _launches(o, hop_proj):
+    for hops in [(0, o.hops - 1)] if hop_proj is None else [(n, n) for n in range(o.hops)]:
         projected = None
         if hop_proj is not None:
-            state = query.float() if begin == 0 else trace[..., 2 * begin, :]
-            projected = (state @ _of_hop(hop_proj, begin).mT).contiguous()
+            state = query.float() if hops[0] == 0 else trace[..., 2 * hops[0], :]
+            projected = (state @ _of_hop(hop_proj, hops[0]).mT).contiguous()
         launch(
             hops_forward,
             planned,
@@ -136,8 +136,8 @@ def run_forward(
             weights=None if applied is None else Operand(applied, 0, 0, 0, 0),
             p_out=out,
             p_projected=projected,
-            first_hop=begin,
-            last_hop=last,
+            first_hop=hops[0],
+            last_hop=hops[1],
             ACTIVATION=options.activation,
             NORMALIZE=options.normalize == "softmax",
             **_widths(width),
@@ -181,8 +181,12 @@ def run_backward(
         **_widths(width),
     }
     grad_next = grad_out
-    for begin, last in reversed(_launches(o, hop_proj)):
-        grad_state = grad_query if hop_proj is None else float32(*lead, width)
+    for hop_range in (
+        [(0, o.hops - 1)] if hop_proj is None else [(n, n) for n in range(o.hops)][::-1]
+    ):
+        grad_memory = (
+            grad_query if hop_range[0] == 0 and hop_proj is None else float32(*lead, width)
+        )
         launch(
             hops_backward_query,
             planned,
@@ -191,15 +195,15 @@ def run_backward(
             **common,
             grad_out=None if grad_next is None else _vectors(grad_next),
             p_scores=scores,
-            p_grad_query=grad_state,
-            first_hop=begin,
-            last_hop=last,
+            p_grad_query=grad_memory,
+            first_hop=hop_range[0],
+            last_hop=hop_range[1],
             PROJECTED=hop_proj is not None,
             ACTIVATION=options.activation,
         )
         if hop_proj is not None:
-            grad_sum = grads[:, :, begin].reshape(*lead, width)
-            grad_next = grad_state + grad_sum @ _of_hop(hop_proj, begin)
+            grad_sum = grads[:, :, hop_range[0]].reshape(*lead, width)
+            grad_next = grad_memory + grad_sum @ _of_hop(hop_proj, hop_range[0])
     if hop_proj is not None:
         assert grad_next is not None
         grad_query = grad_next.to(query.dtype)
@@ -235,11 +239,6 @@ def _groups(query: Tensor, o: Hops) -> int:
     """The number of groups of queries that share a memory."""
     rows = query.shape[0] * (query.shape[1] if query.ndim == 3 else 1)
     return rows // max(o.group, 1) if rows else 0
-
-
-def _launches(o: Hops, hop_proj: Tensor | None) -> list[tuple[int, int]]:
-    """The first and the last hop of each launch: one, or with a projection one for each hop."""
-    return [(0, o.hops - 1)] if hop_proj is None else [(n, n) for n in range(o.hops)]
 
 
 def _of_hop(hop_proj: Tensor, hop: int) -> Tensor:

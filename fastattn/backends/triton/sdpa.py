@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,6 @@ from fastattn.backends.triton._attend import (
 )
 from fastattn.backends.triton._core import Options
 from fastattn.backends.triton._launch import launch, operand, plan
-from fastattn.backends.triton._sdpa_backward import Inputs
 from fastattn.backends.triton._sdpa_backward_biases import attention_backward_mask
 from fastattn.backends.triton._sdpa_forward import attention_weights
 
@@ -53,7 +54,7 @@ def scaled_dot_product_attention(
 
     averaged = options.weights == 2
     applied = query.new_empty((batch, 1 if averaged else heads, q_len, k_len))
-    x = statistics(call, out, lse, Cotangents(), exact=False)
+    row_statistics = statistics(call, out, lse, Cotangents(), exact=False)
     widths = widths_of(query, value)
     planned = plan("forward_masked", query, widths["BD"])
     launch(
@@ -61,8 +62,11 @@ def scaled_dot_product_attention(
         planned,
         planned.tiles(q_len, k_len) * applied.shape[0] * applied.shape[1],
         query.device,
-        x=x,
+        q=operand(query),
+        k=operand(key),
         o=o,
+        p_high=row_statistics["p_high"],
+        p_low=row_statistics["p_low"],
         weights=operand(applied),
         AVERAGED=averaged,
         D=widths["D"],
@@ -103,16 +107,16 @@ def scaled_dot_product_attention_backward(
     query, scale, sign = positive_scale(query, options)
     o = _options(query, key, biases, options, scale)
     call = Attention(query, key, value, o, batch)
-    grads, x = differentiate(call, out, lse, cotangents, sign, biases, options.needs_mask_grad)
+    grads, common = differentiate(call, out, lse, cotangents, sign, biases, options.needs_mask_grad)
     grad_mask = None
     if options.needs_mask_grad:
         assert attn_mask is not None
-        grad_mask = _mask_gradient(call, attn_mask, x)
+        grad_mask = _mask_gradient(call, attn_mask, common)
     return *grads[:3], grad_mask, *grads[3:]
 
 
-def _mask_gradient(call: Attention, attn_mask: Tensor, x: Inputs) -> Tensor:
-    """The gradient of a mask."""
+def _mask_gradient(call: Attention, attn_mask: Tensor, common: dict[str, Any]) -> Tensor:
+    """The gradient of a mask, from the arguments of ``differentiate``."""
     query, batch = call.query, call.batch
     heads, q_len, k_len = query.shape[1], query.shape[2], call.key.shape[2]
     mask_batch, mask_heads, mask_q, mask_k = attn_mask.shape
@@ -132,15 +136,14 @@ def _mask_gradient(call: Attention, attn_mask: Tensor, x: Inputs) -> Tensor:
         planned,
         planned.tiles(q_len, k_len) * mask_batch * mask_heads,
         query.device,
-        x=x,
-        o=call.options,
+        **call.operands(),
+        **common,
         p_grad=partial_sums,
         mask_heads=mask_heads,
         batch_sum=batch // max(mask_batch, 1),
         head_sum=heads // max(mask_heads, 1),
         SUM_Q=sum_q,
         SUM_K=sum_k,
-        **widths_of(query, call.value),
     )
     return summed_to(attn_mask, partial_sums)
 
