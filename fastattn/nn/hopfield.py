@@ -228,11 +228,12 @@ class Hopfield(nn.Module):
         ):
             if x.ndim != 3:
                 raise ValueError(f"{name} must have 3 dimensions, got shape {tuple(x.shape)}")
-        norms = (self.norm_stored_pattern, self.norm_state_pattern, self.norm_pattern_projection)
-        stored, state, value = (
-            x if norm is None else norm(x)
-            for x, norm in zip((stored, state, value), norms, strict=True)
-        )
+        if self.norm_stored_pattern is not None:
+            stored = self.norm_stored_pattern(stored)
+        if self.norm_state_pattern is not None:
+            state = self.norm_state_pattern(state)
+        if self.norm_pattern_projection is not None:
+            value = self.norm_pattern_projection(value)
         return stored, state, value
 
     def _associate(
@@ -294,36 +295,16 @@ class Hopfield(nn.Module):
             return core._append(k, v)[1]
 
 
-# The arguments that hflayers takes by position, in its order; a wrapper has its own in between.
-_SIZES_AND_LIMITS = (
-    "hidden_size output_size pattern_size num_heads scaling update_steps_max update_steps_eps"
-).split()
-_FURTHER = (
-    "normalize_stored_pattern normalize_stored_pattern_affine normalize_state_pattern "
-    "normalize_state_pattern_affine normalize_pattern_projection "
-    "normalize_pattern_projection_affine normalize_hopfield_space normalize_hopfield_space_affine "
-    "stored_pattern_as_static state_pattern_as_static pattern_projection_as_static "
-    "pattern_projection_as_connected stored_pattern_size pattern_projection_size batch_first "
-    "association_activation dropout input_bias concat_bias_pattern add_zero_association "
-    "disable_out_projection quantity trainable"
-).split()
-_FORWARDED = frozenset(
-    "batch_first scaling stored_pattern_dim state_pattern_dim pattern_projection_dim input_size "
-    "hidden_size output_size pattern_size update_steps_max update_steps_eps".split()
-)
-
-
-class _LearnedInput(nn.Module):
+class _Wrapper(nn.Module):
     """A ``Hopfield`` with one learned input."""
 
-    def __init__(self, quantity: int, input_size: int, options: dict[str, Any]) -> None:
+    def __init__(self, quantity: int, options: dict[str, Any], *positional: Any) -> None:
         super().__init__()
-        check_sizes(quantity=quantity)
-        self.hopfield, self.quantity = Hopfield(input_size, **options), quantity
+        self.hopfield, self.quantity = Hopfield(*positional, **options), quantity
 
     def __getattr__(self, name: str) -> Any:
         """The attributes that hflayers has on the wrapper are the inner module's."""
-        if name in _FORWARDED:
+        if name in _SHOWN:
             return getattr(self.hopfield, name)
         return super().__getattr__(name)
 
@@ -331,14 +312,7 @@ class _LearnedInput(nn.Module):
         """A learned input, [1, quantity, width] or [quantity, 1, width]."""
         leading = (1, self.quantity) if self.hopfield.batch_first else (self.quantity, 1)
         factory = {"device": options.get("device"), "dtype": options.get("dtype")}
-        learned = torch.empty(*leading, width, **factory)
-        return nn.Parameter(nn.init.normal_(learned, std=0.02), requires_grad=trainable)
-
-    def reset_parameters(self) -> None:
-        """Draw all parameters again."""
-        self.hopfield.reset_parameters()
-        for learned in self.parameters(recurse=False):
-            nn.init.normal_(learned, std=0.02)
+        return nn.Parameter(torch.empty(*leading, width, **factory), requires_grad=trainable)
 
     def _inputs(self, input: Any) -> tuple[Tensor, Tensor, Tensor]:
         """The inputs of the inner module: (stored, state, projection)."""
@@ -364,26 +338,54 @@ class _LearnedInput(nn.Module):
         return self.hopfield.get_projected_pattern_matrix(self._inputs(input))
 
 
-class HopfieldPooling(_LearnedInput):
+_SHOWN = frozenset(
+    "batch_first scaling stored_pattern_dim state_pattern_dim pattern_projection_dim input_size "
+    "hidden_size output_size pattern_size update_steps_max update_steps_eps".split()
+)
+
+
+class HopfieldPooling(_Wrapper):
     """Pool a bag of patterns by learned states: :class:`Hopfield` with ``quantity`` states.
 
     Args:
-        input_size, ...: as for :class:`Hopfield`; by position in the order of hflayers.
-        quantity: the number of learned states, 1 by default.
-        trainable: whether they are learned, True by default.
+        input_size, ...: as for :class:`Hopfield`, in the order of hflayers; pass the arguments
+            after ``update_steps_eps`` by name.
+        quantity: the number of learned states.
+        trainable: whether they are learned.
 
     Attributes:
         pooling_weights: [1, quantity, E] ([quantity, 1, E] without ``batch_first``).
     """
 
-    def __init__(self, input_size: int, *positional: Any, **options: Any) -> None:
-        options = _named(positional, options)
-        quantity, trainable = options.pop("quantity", 1), options.pop("trainable", True)
-        super().__init__(quantity, input_size, options)
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int | None = None,
+        output_size: int | None = None,
+        pattern_size: int | None = None,
+        num_heads: int = 1,
+        scaling: float | Tensor | None = None,
+        update_steps_max: int | Tensor | None = 0,
+        update_steps_eps: float | Tensor = 1e-4,
+        *positional: Any,
+        quantity: int = 1,
+        trainable: bool = True,
+        **options: Any,
+    ) -> None:
+        options, quantity, trainable = _named(positional, options, quantity, trainable)
+        sizes = input_size, hidden_size, output_size, pattern_size, num_heads
+        limits = scaling, update_steps_max, update_steps_eps
+        super().__init__(quantity, options, *sizes, *limits)
         core = self.hopfield.association_core
         width = core.head_dim if core.query_as_static else core.embed_dim
         width = input_size if width is None else width
         self.pooling_weights = self._learned(width, trainable, options)
+        nn.init.normal_(self.pooling_weights, std=0.02)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters again."""
+        self.hopfield.reset_parameters()
+        nn.init.normal_(self.pooling_weights, std=0.02)
 
     def _inputs(self, input: _Input) -> tuple[Tensor, Tensor, Tensor]:
         """The learned states are the state patterns."""
@@ -404,37 +406,64 @@ class HopfieldPooling(_LearnedInput):
         return (out if self.batch_first else out.transpose(0, 1)).flatten(1)
 
 
-class HopfieldLayer(_LearnedInput):
+class HopfieldLayer(_Wrapper):
     """Look up learned patterns: :class:`Hopfield` with ``quantity`` learned stored patterns.
 
     Args:
-        input_size, ...: as for :class:`Hopfield`; by position in the order of hflayers.
-        lookup_weights_as_separated: the values are a separate parameter, not the stored patterns;
-            False by default.
-        lookup_targets_as_trainable: whether the values are learned, True by default.
-        quantity: the number of stored patterns, 1 by default.
-        trainable: whether they are learned, True by default.
+        input_size, ...: as for :class:`Hopfield`, in the order of hflayers; pass the arguments
+            after ``lookup_targets_as_trainable`` by name.
+        lookup_weights_as_separated: the values are a separate parameter, not the stored patterns.
+        lookup_targets_as_trainable: whether the values are learned.
+        quantity: the number of stored patterns.
+        trainable: whether they are learned.
 
     Attributes:
         lookup_weights: [1, quantity, E] ([quantity, 1, E] without ``batch_first``).
         target_weights: as ``lookup_weights``, for the values; or None.
     """
 
-    def __init__(self, input_size: int, *positional: Any, **options: Any) -> None:
-        separated, targets = "lookup_weights_as_separated", "lookup_targets_as_trainable"
-        options = _named(positional, options, separated, targets)
-        quantity, trainable = options.pop("quantity", 1), options.pop("trainable", True)
-        has_targets, targets_trainable = options.pop(separated, False), options.pop(targets, True)
-        super().__init__(quantity, input_size, options)
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int | None = None,
+        output_size: int | None = None,
+        pattern_size: int | None = None,
+        num_heads: int = 1,
+        scaling: float | Tensor | None = None,
+        update_steps_max: int | Tensor | None = 0,
+        update_steps_eps: float | Tensor = 1e-4,
+        lookup_weights_as_separated: bool = False,
+        lookup_targets_as_trainable: bool = True,
+        *positional: Any,
+        quantity: int = 1,
+        trainable: bool = True,
+        **options: Any,
+    ) -> None:
+        options, quantity, trainable = _named(positional, options, quantity, trainable)
+        sizes = input_size, hidden_size, output_size, pattern_size, num_heads
+        limits = scaling, update_steps_max, update_steps_eps
+        super().__init__(quantity, options, *sizes, *limits)
         core = self.hopfield.association_core
         width = core.head_dim if core.key_as_static else core.kdim
         width = input_size if width is None else width
         self.lookup_weights = self._learned(width, trainable, options)
         self.target_weights = None
-        if has_targets:
+        if lookup_weights_as_separated:
             value_width = options.get("pattern_projection_size")
             value_width = width if value_width is None else value_width
-            self.target_weights = self._learned(value_width, targets_trainable, options)
+            self.target_weights = self._learned(value_width, lookup_targets_as_trainable, options)
+        self._draw()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters again."""
+        self.hopfield.reset_parameters()
+        self._draw()
+
+    def _draw(self) -> None:
+        """Initialise the learned patterns."""
+        for learned in (self.lookup_weights, self.target_weights):
+            if learned is not None:
+                nn.init.normal_(learned, std=0.02)
 
     def _inputs(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The learned patterns are stored; the input holds the states."""
@@ -452,13 +481,28 @@ class HopfieldLayer(_LearnedInput):
         return self.hopfield(self._inputs(input), *masks)
 
 
-def _named(positional: tuple[Any, ...], options: dict[str, Any], *own: str) -> dict[str, Any]:
-    """All arguments by name; ``own`` are those of one wrapper."""
-    names = (*_SIZES_AND_LIMITS, *own, *_FURTHER)
-    if len(positional) > len(names):
-        raise TypeError(f"{len(positional) - len(names)} too many positional arguments")
-    by_name = dict(zip(names, positional))  # noqa: B905  (see checks.expands_to)
+# The arguments that hflayers takes by position after the arguments named above.
+_FURTHER = tuple(
+    "normalize_stored_pattern normalize_stored_pattern_affine normalize_state_pattern "
+    "normalize_state_pattern_affine normalize_pattern_projection "
+    "normalize_pattern_projection_affine normalize_hopfield_space normalize_hopfield_space_affine "
+    "stored_pattern_as_static state_pattern_as_static pattern_projection_as_static "
+    "pattern_projection_as_connected stored_pattern_size pattern_projection_size batch_first "
+    "association_activation dropout input_bias concat_bias_pattern add_zero_association "
+    "disable_out_projection quantity trainable".split()
+)
+
+
+def _named(
+    positional: tuple[Any, ...], options: dict[str, Any], quantity: int, learn: bool
+) -> tuple[dict[str, Any], int, bool]:
+    """Name the arguments that hflayers takes by position."""
+    if len(positional) > len(_FURTHER):
+        raise TypeError(f"{len(positional) - len(_FURTHER)} too many positional arguments")
+    by_name = dict(zip(_FURTHER, positional))  # noqa: B905  (see checks.expands_to)
     duplicates = by_name.keys() & options.keys()
     if duplicates:
         raise TypeError(f"got multiple values for argument {sorted(duplicates)[0]!r}")
-    return by_name | options
+    quantity, learn = by_name.pop("quantity", quantity), by_name.pop("trainable", learn)
+    check_sizes(quantity=quantity)
+    return by_name | options, quantity, learn
