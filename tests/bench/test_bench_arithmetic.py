@@ -92,12 +92,6 @@ def test_median_interval_ends_at_binomial_quantiles() -> None:
     assert results.median_interval([0.0] * 3) == (0, 0)
 
 
-def test_verdicts() -> None:
-    ends = ((1.5, 1.9), (0.5, 0.9), (0.99, 1.01), (0.8, 1.3))
-    verdicts = [results.verdict(low, high) for low, high in ends]
-    assert verdicts == ["FASTER", "SLOWER", "SAME", "UNSURE"]
-
-
 # From rounds to rows
 
 FASTER = {"torch": 4.0, "ours": 2.0}

@@ -1,4 +1,4 @@
-"""Rendering of results: comparisons and pictures; and the documentation's
+"""Rendering of results: comparisons; and the documentation's
 figures, rendered from raw results, in a folder for each processor.
 """
 
@@ -94,22 +94,13 @@ def test_compare_names_different_conditions(
     assert bench("compare", str(before), str(after), "--fail-slower", "often") == cli.USAGE
 
 
-# The picture
+# Documents
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_a_picture_is_drawn(theme: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from fastattn.bench import plots
-
-    plots.draw(two_lengths(), tmp_path / "p.svg", theme)
-    assert "<svg" in (tmp_path / "p.svg").read_text()
-
-
-def load_render(name: str = "render") -> ModuleType:
-    """A script of benchmarks/ as a module."""
-    path = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
+def load_render() -> ModuleType:
+    """The script of benchmarks/ that renders the documents, as a module."""
+    path = Path(__file__).parents[2] / "benchmarks/render.py"
+    spec = importlib.util.spec_from_file_location("render", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -119,14 +110,6 @@ def load_render(name: str = "render") -> ModuleType:
     finally:
         sys.path.remove(str(path.parent))
     return module
-
-
-def test_agreement_ignores_discarded_rounds() -> None:
-    result = a_result([Round((1.0, 1.0), {"torch": 2.0, "ours": 1.0})] * 3)
-    result.cells[0].rounds.append(Round((1.0, 0.5), {"torch": 9.0, "ours": 9.0}))
-    (_, torch_samples), (key, samples) = load_render("agreement").undisturbed(result).items()
-    assert (torch_samples, samples) == ([2.0] * 3, [1.0] * 3)
-    assert key == ("sdpa B=2,H=4,Hkv=2,Lq=5,Lk=7,D=8,Dv=6", "ours")
 
 
 @pytest.mark.parametrize(
