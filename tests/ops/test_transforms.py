@@ -80,14 +80,6 @@ def test_make_fx_records_the_operator(backend: str, mode: str) -> None:
     assert_close(traced(*others), attention(*others, is_causal=True))
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-def test_jit_trace_records_the_operator(backend: str) -> None:
-    traced = torch.jit.trace(lambda q, k, v: attention(q, k, v, is_causal=True), qkv())
-    assert "fastattn::scaled_dot_product_attention" in str(traced.graph)
-    others = qkv()
-    assert_close(traced(*others), attention(*others, is_causal=True))
-
-
 # --- torch.func ------------------------------------------------------------------------------
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
