@@ -14,7 +14,7 @@ from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
-from fastattn import _flops, compat, library, masks
+from fastattn import compat, library, masks
 from fastattn.bias import Disentangled
 from fastattn.integrations.torch import activate
 
@@ -273,14 +273,3 @@ def test_tensors_without_memory_count_as_others(kind: str) -> None:
             assert got["decode_attention"] == 2 * 36 * 4 * 8
             got = counted(lambda: fastattn.hopfield_retrieve(x, x, update_steps_max=2))
             assert got["hopfield_retrieve"] == 2 * 2 * 36 * 4 * 8
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(0, 4), (4, 0), (5, 9), (9, 5)])
-def test_pairs_are_counted_exactly(rows: int, columns: int) -> None:
-    for offset, left, right in itertools.product((-11, -2, 0, 4), (-1, 0, 3, 50), (-1, 0, 2, 50)):
-        pairs = itertools.product(range(rows), range(columns))
-        expected = sum(
-            (left < 0 or i + offset - j <= left) and (right < 0 or j - i - offset <= right)
-            for i, j in pairs
-        )
-        assert _flops.visible_pairs(rows, columns, offset, left, right) == expected
