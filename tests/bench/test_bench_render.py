@@ -137,10 +137,7 @@ def test_committed_texts_match_committed_results(
 
 
 def test_ranks_receive_and_compute_as_planned() -> None:
-    render = load_render()
-    found = render.load_ranks()
-    page = (render.ROOT / "docs" / "distributed.md").read_text()
-    assert render.ranks_block(found) in page
+    found = load_render().load_ranks()
     for row in (row for result in found.values() for row in result["rows"]):
         if "received_planned" in row:
             planned = row["received_planned"], row["flops_planned"]
