@@ -104,8 +104,10 @@ def _openmp_text(openmp: dict[str, Any]) -> str:
     if len(runtimes) < 2:
         return ", ".join(runtimes) or "none loaded"
     if shared is None:
-        return f"WARNING: {', '.join(runtimes)}, whose threads compete: see `fastattn doctor`"
-    return f"{shared}, which torch and fastattn share; also loaded: {', '.join(runtimes)}"
+        names = f"{len(runtimes)} runtimes: {', '.join(runtimes)}"
+        return f"WARNING: {names}, whose threads compete: see `fastattn doctor`"
+    others = ", ".join(name for name in runtimes if name != shared)
+    return f"{shared}, which torch and fastattn share; {others} is loaded too"
 
 
 def format_text(facts: dict[str, Any]) -> str:

@@ -264,7 +264,7 @@ class _Changes:
             kinds = {type(x) for x in configurations if x._attn_implementation == _NAME}
             for config in configurations:
                 if id(config) not in held and type(config) in kinds:
-                    config._attn_implementation_internal = _NAME
+                    config._attn_implementation = {"": _NAME}  # of no part
             with contextlib.suppress(ValueError):  # it has no such bias
                 self._settings.append(transformers.compact_relative_bias(module).undo)
 

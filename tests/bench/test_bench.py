@@ -109,7 +109,6 @@ def test_preset_cells_have_unique_names(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--dtype", "fp8"], "'fp8'"),
         (["--pass", "sideways"], "'sideways'"),
         (["--preset", "gpt", "--op", "mha"], "no cell"),
         (["--preset", "gpt", "--shapes", "L=4"], "either"),
@@ -124,7 +123,6 @@ def test_preset_cells_have_unique_names(name: str) -> None:
         (["--shapes", "B=1:1000:+1,L=1:1000:+1"], "1000000 combinations"),
         (["--shapes", "@/no/such/file"], "/no/such/file"),
         (["--shapes", "dtype=fp32"], "no KEY=VALUE"),
-        (["--op", "abacus"], "'abacus'"),
         (["--shapes", "decode", "--pass", "bwd"], "decode has fwd"),
         (["--shapes", "hopfield B=4,S=2"], "S=2 must be 1 or B=4"),
         (["--shapes", "mha option=alibi"], "allowed for mha are none"),

@@ -72,9 +72,7 @@ def test_pairs_of_sequences_and_caches_are_counted_within_each(mask: str) -> Non
 
 
 def test_flops_of_pairs_and_projections() -> None:
-    cell = cell_of("sdpa", "H=1,L=1")
-    assert flops(cell) == 4 * 64
-    assert flops(dataclasses.replace(cell, passes="bwd")) == 10 * 64
+    assert flops(cell_of("sdpa", "H=1,L=1", passes="bwd")) == 10 * 64
     attention = 2 * 4 * 10 * 10 * 4 * 8
     assert flops(cell_of("mha", "B=2,L=10,E=32,H=4")) == 4 * 2 * 20 * 32 * 32 + attention
 
@@ -90,12 +88,6 @@ def test_median_interval_ends_at_binomial_quantiles() -> None:
     low, high = results.median_interval([1.0, 2.0, 4.0])  # 2 times and over 2^(4.303 / sqrt(3))
     assert (low, high) == pytest.approx((2 / 5.595, 2 * 5.595), rel=1e-3)
     assert results.median_interval([0.0] * 3) == (0, 0)
-
-
-def test_verdicts() -> None:
-    ends = ((1.5, 1.9), (0.5, 0.9), (0.99, 1.01), (0.8, 1.3))
-    verdicts = [results.verdict(low, high) for low, high in ends]
-    assert verdicts == ["FASTER", "SLOWER", "SAME", "UNSURE"]
 
 
 # From rounds to rows

@@ -115,29 +115,6 @@ def test_a_wrong_result_fails_the_check(op: str) -> None:
         assert not oracle.check(nan).ok
 
 
-@pytest.mark.parametrize(
-    ("op", "options"),
-    [
-        ("additive", {"mask": "padding", "weights": "per-head"}),
-        ("bahdanau", {}),
-        ("hard", {}),
-        ("luong", {"mask": "padding"}),
-        ("sdpa", {"mask": "padding"}),
-        ("sdpa", {"mask": "bias", "option": "learnable"}),
-        ("sdpa", {"option": "relative", "weights": "average"}),
-    ],
-)
-def test_results_of_parts_equal_the_whole(
-    op: str, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fastattn.bench.ops._base.AT_ONCE", 0)
-    cell, kind = cell_of(op, SMALL[op], passes="fwd+bwd", **options), ops.get(op)
-    parts = kind.parts(cell, 1)
-    assert len(parts) > 1
-    whole = kind.selected(cell, kind.expected(cell, make_inputs(cell, 1), [{}]), parts)
-    torch.testing.assert_close(kind.expected(cell, make_inputs(cell, 1), parts), whole)
-
-
 def test_a_long_cell_is_checked_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastattn.bench.ops._base.PAIRS_CHECKED", 2 * 2 * 5 * 7)
     monkeypatch.setattr("fastattn.bench.ops._base.AT_ONCE", 2 * 7 * 2)  # two rows of queries

@@ -313,12 +313,6 @@ def test_explain_knows_what_is_forced(replace_cpu: Any) -> None:
         assert explain(attention, q, k, v).runs == "reference"
 
 
-def test_explain_names_learnable_slopes() -> None:
-    found = explain(attention, *qkv(), alibi_slopes=torch.ones(2, requires_grad=True))
-    assert found.runs == "reference"
-    assert "alibi_slopes" in str(found) or "not built" in str(found)
-
-
 X, STARTS = torch.zeros(2, 3, 4), torch.tensor([0, 1, 2])
 EXPLAINED: dict[str, tuple[tuple[Tensor, ...], dict[str, Any]]] = {
     "additive_attention": ((X, X, X, torch.zeros(4)), {}),

@@ -103,7 +103,7 @@ def test_the_gemm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         library = "torch" if tiles or name == "old AMD" or "Intel" in name else "onednn"
         assert gemms.rule(torch.float32)[:3] == (library, library, "torch")
         assert gemms.rule(torch.float16).y == ("torch" if name == "AMX-FP16" else "ours")
-        assert _small._load_limit(torch.bfloat16) == half.small_up_to
+        assert _small._work_limit(torch.bfloat16) == half.small_up_to
     with be(INTEL):
         monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
         evidence.forget()

@@ -276,16 +276,6 @@ def test_tune_without_a_gpu_is_a_clear_error(capsys: pytest.CaptureFixture[str])
     assert "PyTorch sees no GPU here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("device", "arguments", "message"),
-    [
-        ("cpu", ["--op", "decode_attention"], "--op is for --device cuda"),
-        ("cpu", ["--op", "softmax"], "--op 'softmax': allowed are"),
-        ("cpu", ["--dtype", "int8"], "--dtype 'int8': allowed are bfloat16"),
-    ],
-)
-def test_an_argument_of_another_device_is_refused(
-    device: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["tune", "--device", device, *arguments]) == 2
-    assert message in capsys.readouterr().err
+def test_an_argument_of_another_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", "--device", "cpu", "--op", "decode_attention"]) == 2
+    assert "--op is for --device cuda" in capsys.readouterr().err

@@ -189,6 +189,12 @@ def test_results_depend_on_neither_strides_nor_interface(
                 exchange(compat.exchange_interface)
 
 
+def by_blocks() -> Tensor:
+    """The program of a mask of blocks, which packed sequences cannot have."""
+    mask = fastattn.masks.from_function(lambda b, h, q, k: q >= k, None, None, 6, 7)
+    return fastattn.masks.program("test", mask, torch.empty(1, 2, 6, 4), 7, 0)
+
+
 # What depends on values, or on the options.
 @pytest.mark.parametrize(
     ("name", "op", "tensor", "wrong", "message"),
@@ -206,6 +212,19 @@ def test_results_depend_on_neither_strides_nor_interface(
             ("query", lambda x: x[:, :3], "heads of key must be positive and divide 3, got 2"),
             ("cache_seqlens", lambda x: x + 4, "cache_seqlens must be between 0 and the 12 keys"),
             ("relative_bias", lambda x: x[..., :5], "at least"),
+            ("mask_program", lambda x: x[:-1], "mask_program is not valid: the length"),
+        )
+    ]
+    + [
+        ("varlen-biases", "varlen_attention", *row)
+        for row in (
+            ("cu_seqlens_q", lambda x: x + 1, "begin"),
+            ("cu_seqlens_k", lambda x: x[[0, 2, 1, 3]], "decrease"),
+            ("cu_seqlens_k", lambda x: 2 * x, "within the 7 rows"),
+            ("relative_bias", lambda x: x[..., :5], "must have at least"),
+            ("mask_program", lambda x: x[:-1], "mask_program is not valid"),
+            ("mask_program", lambda x: torch.cat([x, x]), "mask_program is not valid"),
+            ("mask_program", lambda _: by_blocks(), "mask_program is not valid"),
         )
     ]
     + [
@@ -373,6 +392,7 @@ def test_only_kept_weights_that_fit_are_used(way: None, native: ModuleType) -> N
         ("rotary_cos", lambda x: x[:4], "rotary_cos must have a row for each position, got 4"),
         ("rotary_sin", lambda x: x[:, :2], "rotary_sin is not valid"),
         ("rotary_positions", lambda x: torch.zeros(3, 2).int(), "rotary_positions is not valid"),
+        ("rotary_positions", lambda x: torch.full((3, 2), 16), "must have a row for each position"),
         ("query", lambda x: x[:2], "query is not valid"),
         ("query", lambda x: x.repeat(1, 1, 3, 1), "each query must be of a new token"),
     ],

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import gradcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as imported_before
 from torch.testing._internal.common_methods_invocations import op_db
@@ -213,13 +212,6 @@ def samples() -> Iterator[tuple[list[Any], dict[str, Any]]]:
     for sample in OP.sample_inputs("cpu", torch.float64, requires_grad=True):
         if not sample.kwargs.get("dropout_p"):
             yield [sample.input, *sample.args], sample.kwargs
-
-
-def test_derivatives(active: None) -> None:
-    inputs = make(1, 2, 3, 4)
-    assert gradcheck(attend, inputs)
-    mask = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
-    assert gradcheck(attend, (*inputs, mask))
 
 
 def test_dropout_follows_the_generator(active: None) -> None:

@@ -16,7 +16,8 @@ from library_runs import compared, initialized
 from transformers_runs import InDouble
 
 from fastattn import scaled_dot_product_attention
-from fastattn.integrations.diffusers import _attention, _registry, register
+from fastattn.integrations import diffusers as integration
+from fastattn.integrations.diffusers import _registry, register
 from fastattn.integrations.torch import activate
 
 
@@ -35,7 +36,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         with InDouble.left():
             return scaled_dot_product_attention(*args, **kwargs)
 
-    monkeypatch.setattr(_attention, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(integration, "scaled_dot_product_attention", attend)
     return made
 
 
@@ -179,7 +180,7 @@ def test_a_global_choice_ends_with_the_registration(diffusers: Any) -> None:
         model.set_attention_backend("fastattn")
     assert state() == before
     with register(), diffusers.attention_backend("fastattn"):
-        assert state()[-1][1] is _attention.attention_forward
+        assert state()[-1][1] is integration.attention_forward
 
 
 def test_after_undo_a_model_with_our_backend_raises() -> None:
@@ -196,9 +197,9 @@ def test_after_undo_a_model_with_our_backend_raises() -> None:
 @pytest.fixture
 def nothing_is_loaded() -> Iterator[None]:
     """Forget the registries of diffusers before and after a test."""
-    _registry._registry.cache_clear()
+    _registry.cache_clear()
     yield
-    _registry._registry.cache_clear()
+    _registry.cache_clear()
 
 
 @pytest.mark.usefixtures("nothing_is_loaded")

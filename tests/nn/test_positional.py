@@ -85,12 +85,6 @@ def test_one_sequence(x: Tensor) -> None:
                 assert torch.equal(module(x[0], **call), module(batch, **call).view(5, 8))
 
 
-def test_incremental_decoding(x: Tensor) -> None:
-    for module in modules(scale="sqrt_dim"):
-        steps = [module(x[:, t : t + 1], offset=t) for t in range(5)]
-        assert torch.equal(torch.cat(steps, 1), module(x))
-
-
 def test_dropout_in_training_only(x: Tensor) -> None:
     for module in modules(dropout=0.5):
         assert 0 < int((module(x) == 0).sum()) < x.numel()

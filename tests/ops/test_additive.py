@@ -235,17 +235,6 @@ def test_gradient_of_a_mask(backend: str, shape: tuple[int, ...]) -> None:
     assert torch.autograd.gradgradcheck(f, (*args, mask))
 
 
-def test_only_required_gradients_are_computed(backend: str) -> None:
-    for wanted in range(5):
-        args = operands()
-        args[wanted].requires_grad_()
-        (grad,) = torch.autograd.grad(additive_attention(*args).sum(), args[wanted])
-        assert grad.shape == args[wanted].shape
-    query, key, value, v, _ = operands(grad=True)
-    additive_attention(query, key, value, v).sum().backward()
-    assert v.grad is not None
-
-
 def test_vmap_of_masks_and_dropout(backend: str) -> None:
     args = operands()
     masks = torch.rand(3, 3, 5) < 0.7

@@ -154,28 +154,3 @@ COS, SIN = angles(14, 4)
 def test_errors(given: dict[str, Any], error: type[Exception], message: str) -> None:
     call = {**operands(), "rotary_cos": COS, "rotary_sin": SIN, **given}
     refused(call, error, f"decode_attention.*{message}")
-
-
-def test_the_kernel_checks_its_operands(native: Any) -> None:
-    given = operands()
-    tensors = [given[n] for n in ("key_cache", "value_cache", "key", "value", "cache_seqlens")]
-    before = given["key_cache"].clone()
-
-    def call(cos: Tensor, positions: Tensor | None, query: Tensor) -> None:
-        with pytest.raises(ValueError, match=r"a row for each position|must be of a new token"):
-            torch.ops.fastattn.append_to_cache(
-                *tensors,
-                None,
-                None,
-                cos,
-                torch.zeros_like(cos),
-                positions,
-                query,
-                *[None] * 3,
-                False,
-            )
-
-    call(COS[:10], None, given["query"])
-    call(COS, torch.full((3, 2), 14), given["query"])
-    call(COS, None, torch.zeros(3, 4, 3, 8))
-    assert torch.equal(before, given["key_cache"])

@@ -180,20 +180,3 @@ def test_a_draft_tree_needs_a_cache() -> None:
     x = torch.zeros(1, 1, 2, 8)
     with pytest.raises(RuntimeError, match="must not have a draft tree, which needs the cache"):
         scaled_dot_product_attention(x, x, x, mask=masks.draft_tree(torch.eye(2).bool()))
-
-
-def test_the_kernel_checks_its_operands(native: Any) -> None:
-    query, keys, values, lengths = operands().values()
-    program = masks.cache_program("test", mask_of(IDS, PREFIXES), query, CAPACITY, lengths)
-
-    def call(table: Tensor | None, given: Tensor) -> Any:
-        return torch.ops.fastattn.decode_attention(
-            query, keys, values, lengths, None, None, None, None, table, given, *[None] * 3,
-            1.0, -1, -1, 0.0, "cpu",
-        )  # fmt: skip
-
-    call(torch.zeros(1, 4, 17), program)
-    with pytest.raises(ValueError, match="at least 17 distances for a sequence of 9 rows, got 15"):
-        call(torch.zeros(1, 4, 15), program)
-    with pytest.raises(ValueError, match="mask_program is not valid: the length"):
-        call(None, program[:-1])

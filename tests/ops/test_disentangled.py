@@ -113,20 +113,6 @@ def test_gradients_have_the_dtypes_of_the_tables() -> None:
         assert leaf.grad.dtype is leaf.dtype
 
 
-def test_second_derivatives_and_mapped_calls() -> None:
-    x = leaves(3, 4, 5)
-
-    def call(*given: Any) -> Any:
-        names = dict(zip(x, given, strict=True))
-        return attend(names, Disentangled(*given[3:]))[0]
-
-    tensors = tuple(x.values())
-    assert torch.autograd.gradgradcheck(call, tensors, fast_mode=True)
-    several = [torch.stack([t, 2 * t]) for t in tensors]
-    want = torch.stack([call(*(t[n] for t in several)) for n in range(2)])
-    assert_close(torch.vmap(call)(*several), want)
-
-
 def test_compiled_once_for_any_length() -> None:
     x = leaves(9, 9, dtype=torch.float32, requires_grad=False)
 
@@ -137,14 +123,6 @@ def test_compiled_once_for_any_length() -> None:
     for n in (5, 6, 9):
         part = {name: t[:, :, :n] if t.dim() == 4 else t for name, t in x.items()}
         assert_close(call(part), attend(part, Disentangled(x["R"], x["P"], max_distance=20))[0])
-
-
-def test_a_backend_without_the_terms_declines() -> None:
-    x = leaves(9, 9, dtype=torch.float32, requires_grad=False)
-    with use_backend("torch"), pytest.raises(RuntimeError, match="has no query_table"):
-        attend(x, Disentangled(x["R"]))
-    with use_backend("torch"), pytest.raises(RuntimeError, match="has no row_bias"):
-        attend(x, Decomposed2d(*torch.ones(2, 2, 4, 9, 3)))
 
 
 @pytest.mark.parametrize(

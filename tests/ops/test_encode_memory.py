@@ -281,12 +281,3 @@ def test_inference_mode_leaves_nothing_behind(backend: str) -> None:
         encode_memory(tokens, weight)
     encode_memory(tokens, weight).sum().backward()
     assert weight.grad is not None
-
-
-def test_vmap_over_the_encoding() -> None:
-    tokens, weight = torch.randint(0, 9, (2, 3, 4)), torch.randn(9, 5)
-    factors = torch.randn(6, 4, 5)
-    got = vmap(lambda f: encode_memory(tokens, weight, encoding=f))(factors)
-    assert torch.equal(
-        got, torch.stack([encode_memory(tokens, weight, encoding=f) for f in factors])
-    )

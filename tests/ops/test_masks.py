@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastattn import explain, masks, scaled_dot_product_attention, use_backend
+from fastattn import masks, scaled_dot_product_attention
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.backends.reference._mask_program import visible_by_program
 from fastattn.masks._blocks import _IndexWithTensors
@@ -318,16 +318,6 @@ def test_compiled_code_takes_converted_block_masks() -> None:
 
 
 # --- errors --------------------------------------------------------------------------------------
-
-
-def test_other_backends_decline() -> None:
-    found = explain(scaled_dot_product_attention, *qkv(8, 8), enable_gqa=True, mask=masks.causal())
-    assert found.runs == "cpu"
-    with (
-        use_backend("torch"),
-        pytest.raises(RuntimeError, match=r"'torch' cannot run .*: has no mask_program"),
-    ):
-        attend(*qkv(8, 8), mask=masks.causal())
 
 
 def test_a_program_that_is_not_valid_is_refused() -> None:

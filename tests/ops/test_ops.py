@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from attention_calls import assert_same, rand, stock
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import fastattn
 
@@ -136,27 +134,6 @@ def test_any_mask_shape_matches_pytorch(
     assert ours.grad is not None
     assert copy.grad is not None
     assert_same(ours.grad, copy.grad)
-
-
-@pytest.mark.filterwarnings("ignore:Lower right causal bias")  # NaN, it warns; it is 0 by now
-@pytest.mark.parametrize("lengths", [(4, 4), (3, 5), (5, 3)], ids=str)
-@pytest.mark.parametrize("corner", [causal_upper_left, causal_lower_right])
-def test_a_causal_bias_of_pytorch_equals_its_triangle(
-    backend: str, corner: Callable[..., Any], lengths: tuple[int, int]
-) -> None:
-    query, key, value = rand(2, 2, lengths[0], 4), rand(2, 2, lengths[1], 4), rand(2, 2, 5, 6)
-    value, bias = value[:, :, : lengths[1]].requires_grad_(), corner(*lengths)
-    out, expected = attention(query, key, value, bias), stock(query, key, value, bias)
-    assert_same(out, expected)
-    grads = [torch.autograd.grad(x, value, torch.ones_like(x))[0] for x in (out, expected)]
-    assert_same(*grads)
-
-
-def test_no_gradient_for_a_mask_that_requires_none(backend: str) -> None:
-    query, mask = rand(1, 1, 3, 4).requires_grad_(), rand(3, 3)
-    attention(query, query, query, mask).sum().backward()
-    assert mask.grad is None
-    assert query.grad is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

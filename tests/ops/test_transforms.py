@@ -16,24 +16,9 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.testing import assert_close
 
 from fastattn import use_backend
-from fastattn.library import operators
 
 forward_op = torch.ops.fastattn.scaled_dot_product_attention.default
-backward_op = torch.ops.fastattn.scaled_dot_product_attention_backward.default
 pytestmark = pytest.mark.usefixtures("seeded", "fresh_compiler")
-
-
-def forward_tensors(query: Tensor, key: Tensor, value: Tensor, **others: Tensor) -> list[Any]:
-    """The tensors of the forward operator, in its order."""
-    given = {"query": query, "key": key, "value": value, **others}
-    return [given.get(name) for name in operators[forward_op].names]
-
-
-def backward_tensors(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, **others: Tensor
-) -> list[Any]:
-    given = {"grad_out": grad_out, "query": query, "key": key, "value": value, **others}
-    return [given.get(name) for name in operators[backward_op].names]
 
 
 # --- the registered operators ----------------------------------------------------------------
@@ -46,8 +31,6 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {  # of a contiguous [B, H, L, 
     "last-not-innermost": lambda x: x.mT.contiguous().mT,
     "expanded": lambda x: x[:1].expand_as(x),
 }
-# scale, offset, window left and right, softcap, dropout_p; and first query, key and head
-PLAIN = (0.5, 0, -1, -1, 0.0, 0.0, 0, 0, 0)
 
 
 def test_fake_tensors_have_the_shapes_and_strides_of_real_ones(backend: str) -> None:
@@ -76,14 +59,6 @@ def test_make_fx_records_the_operator(backend: str, mode: str) -> None:
         *tensors
     )
     assert forward_op in [node.target for node in traced.graph.nodes]
-    others = qkv()
-    assert_close(traced(*others), attention(*others, is_causal=True))
-
-
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-def test_jit_trace_records_the_operator(backend: str) -> None:
-    traced = torch.jit.trace(lambda q, k, v: attention(q, k, v, is_causal=True), qkv())
-    assert "fastattn::scaled_dot_product_attention" in str(traced.graph)
     others = qkv()
     assert_close(traced(*others), attention(*others, is_causal=True))
 
@@ -134,23 +109,6 @@ def test_transforms_equal_pytorchs(backend: str, name: str, function: Callable[.
     actual = transform(lambda *x: function(attention, *x))(*inputs)
     expected = transform(lambda *x: function(stock, *x))(*inputs)
     assert_close(actual, expected, rtol=1e-10, atol=1e-11)
-
-
-@pytest.mark.parametrize("mapped", [False, True])
-def test_vmap_of_the_backward_operator_keeps_the_shape_of_the_mask(mapped: bool) -> None:
-    n, tensors = 3, qkv()
-    mask = rand(n, 1, 4, 1, 7) if mapped else rand(1, 4, 1, 7)
-    out, lse, _ = forward_op(*forward_tensors(*tensors), *PLAIN, 0, "")
-    grads = torch.stack([torch.randn_like(out) for _ in range(n)])
-
-    def backward(grad_out: Tensor, attn_mask: Tensor) -> tuple[Tensor, ...]:
-        given = backward_tensors(grad_out, *tensors, attn_mask=attn_mask, out=out, lse=lse)
-        return backward_op(*given, *PLAIN, 0, True, False, "")
-
-    together = vmap(backward, (0, 0 if mapped else None))(grads, mask)
-    alone = [backward(grads[i], mask[i] if mapped else mask) for i in range(n)]
-    for result, examples in zip(together, zip(*alone, strict=True), strict=True):
-        assert_close(result, torch.stack(examples))
 
 
 @pytest.mark.parametrize("randomness", ["error", "same", "different"])

@@ -161,23 +161,3 @@ def _blocks(length: int) -> masks.Mask:
 def test_errors(given: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"varlen_attention.*{message}"):
         packed(*qkv(torch.float32), **given)
-
-
-def test_the_kernel_checks_its_operands(native: Any) -> None:
-    query, key, value = qkv(torch.float32)
-    operands = (query, key, (Q_ENDS, K_ENDS), False)
-    program = masks.packed_program("test", mask_of_all(), *operands)
-    dense = masks.program("test", _blocks(10), query.new_empty(1, 4, 10, 8), 10, 0)
-
-    def call(table: Tensor | None, given: Tensor) -> Any:
-        return torch.ops.fastattn.varlen_attention(
-            query, key, value, Q_ENDS, K_ENDS, None, None, None, table, given, *[None] * 4, 1.0,
-            False, -1, -1, 0.0, 0.0, "cpu",
-        )  # fmt: skip
-
-    call(torch.zeros(1, 4, 11), program)
-    with pytest.raises(ValueError, match="relative_bias must have at least 11 distances"):
-        call(torch.zeros(1, 4, 9), program)
-    for wrong in (program[:-1], dense, torch.cat([program, program])):
-        with pytest.raises(ValueError, match="mask_program is not valid"):
-            call(None, wrong)
