@@ -224,6 +224,8 @@ def _planned(
         scales = check_scales(key_scales, value_scales, *caches)
     if layout == "bnhd":
         query, key_cache, value_cache = (x.transpose(1, 2) for x in (query, key_cache, value_cache))
+        if key is not None and value is not None:
+            key, value = key.transpose(1, 2), value.transpose(1, 2)
     capacity = key_cache.shape[2] * (1 if block_table is None else block_table.shape[1])
     if isinstance(cache_seqlens, Tensor):
         lengths = cache_seqlens.to(torch.int64)
@@ -232,8 +234,8 @@ def _planned(
         # Clamped, because a length beyond int64 is an error, too.
         length = min(max(length, -1), 2**62)
         lengths = torch.full((query.shape[0],), length, dtype=torch.int64, device="cpu")
-    added = 0 if key is None else key.shape[2 if layout == "bhnd" else 1]
-    after = lengths + added
+    added = 0 if key is None else key.shape[2]
+    after = lengths + added if added else lengths
     if relative_bias is not None or mask is not None:  # their errors precede the append
         checked_lengths(lengths, query.shape[0], capacity, added, query.device)
         if relative_bias is not None:
@@ -244,8 +246,6 @@ def _planned(
         if 0 in key_cache.stride() or 0 in value_cache.stride():
             check_memory(key_cache=key_cache, value_cache=value_cache)
         key, value = outside((key, value), (key_cache, value_cache))
-        if layout == "bnhd":
-            key, value = key.transpose(1, 2), value.transpose(1, 2)
         rotary: tuple[Tensor | None, ...] = (None,) * 4
         options = _NOT_ROTATED
         if rotary_cos is not None:
