@@ -178,9 +178,14 @@ def _draws(module: nn.Module) -> bool:
 
 def _is_usual_attention(attention: Any, width: int) -> bool:
     """Whether a ``MultiheadAttention`` has none of its options."""
-    usual = dict.fromkeys(("bias_k", "bias_v", "head_network", "relative_bias", "_watch"))
-    usual |= {"_context": None, "batch_first": True, "embed_dim": width}
-    usual |= {"_qkv_same_embed_dim": True, "add_zero_attn": False}
+    absent = ("bias_k", "bias_v", "head_network", "relative_bias", "_watch", "_context")
+    usual = {
+        **dict.fromkeys(absent),
+        "batch_first": True,
+        "_qkv_same_embed_dim": True,
+        "add_zero_attn": False,
+        "embed_dim": width,
+    }
     is_usual = all(getattr(attention, name, None) == value for name, value in usual.items())
     return is_usual and isinstance(attention, nn.MultiheadAttention)
 
