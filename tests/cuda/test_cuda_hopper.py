@@ -306,7 +306,7 @@ SHORT = [c for n, c in enumerate(SERVED) if n % 6 == 1 and c not in LONG]
 def _packed_faults(
     adapter: ModuleType, case: VarlenCase, dtype: torch.dtype, seed: int
 ) -> list[str]:
-    """The faults of a case of packed sequences; its kernels must be those of Hopper."""
+    """The faults of a case of packed sequences; only Hopper's kernels may run."""
     _launches(adapter)
     target: Any = Emulated(adapter, seed)
     verdict = check_varlen(case, dtype, target)

@@ -63,7 +63,7 @@ def prepare_diffusers(patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def check_diffusers(names: dict[str, Any]) -> None:
-    """The images must equal those of the stock pipeline, which is restored."""
+    """The stock pipeline must draw the same images, and is restored."""
     for ours in ("images", "more_images"):
         torch.testing.assert_close(names[ours], names[f"stock_{ours}"])
     with fastattn.trace() as calls:

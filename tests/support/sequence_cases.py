@@ -130,7 +130,7 @@ def decoding() -> Iterator[DecodeCase]:
 def _quantised(case: DecodeCase, label: str) -> Iterator[DecodeCase]:
     """Decoding with caches of 8 bits."""
     yield replace(case, name=label)
-    # For queries of 16 bits, products with int8 can be those of integers.
+    # For queries of 16 bits, products with int8 can be integer products.
     integers = case.quantised is torch.int8
     case = replace(case, dtypes=(torch.float32, torch.bfloat16)[: 1 + integers])
     if integers:
@@ -139,7 +139,7 @@ def _quantised(case: DecodeCase, label: str) -> Iterator[DecodeCase]:
         large = replace(case, spread=50.0, head_dim=128, dtypes=(torch.bfloat16, torch.float16))
         large = replace(large, lengths=(600, 3), capacity=610)
         yield replace(large, name=f"{label}-large-scores")
-    # Rows are widened up to the longest sequence; masks are those of the whole cache.
+    # Rows are widened up to the longest sequence; masks cover the whole cache.
     spare = replace(case, capacity=400, tree="b", program="many", dtypes=(torch.float32,))
     yield replace(spare, name=f"{label}-spare-queries", queries=40)
     yield replace(spare, name=f"{label}-spare-heads", heads=66, kv_heads=1, leftpad=(9, 0, 1, 128))
