@@ -289,6 +289,7 @@ enum class MlpActivation : int { none = 0, relu = 1, gelu = 2, gelu_tanh = 3, si
 struct LinearParams {
   DType dtype;  // of all four; f32, f64, bf16 or f16
   int threads;
+  bool on_tiles;  // if the instruction set has them
 
   int64_t M, N, K;
 

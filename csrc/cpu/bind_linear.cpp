@@ -16,11 +16,11 @@ struct LinearTensors {
 };
 
 // Returns x W^T + bias.
-py::object linear(const LinearTensors& x) {
+py::object linear(const LinearTensors& x, bool on_tiles) {
   const TensorView of_x = view_of("x", x.x), w = view_of("weight", x.weight);
   expect_dtype("x", of_x, kFloats);
   LinearParams p{};
-  p.dtype = of_x.dtype, p.threads = threads();
+  p.dtype = of_x.dtype, p.threads = threads(), p.on_tiles = on_tiles;
   p.M = of_x.size[0], p.N = w.size[0], p.K = of_x.size[1];
   expect_sizes("x", of_x, p.dtype, {p.M, p.K});
   expect_sizes("weight", w, p.dtype, {p.N, p.K});

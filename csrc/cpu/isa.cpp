@@ -280,6 +280,8 @@ bool set_all_sizes_on_tiles(bool all) { return all_sizes_on_tiles.exchange(all);
 
 bool decodes_on_tiles(const AttentionParams& p) { return on_tiles(p.dtype) && fills_tiles(p); }
 
+bool has_tiles(DType dtype) { return has_tiles(std::string(kernels(dtype).isa)); }
+
 // Whether attention of a dtype may run on tiles, with the chosen instruction set.
 bool on_tiles(DType dtype) {
   const std::string isa = kernels(dtype).isa;

@@ -24,8 +24,9 @@ std::vector<std::string> emulated_isas();
 void set_isa(const std::string& spelled);
 // As set_isa, but ignored after set_isa or if FASTATTN_CPU_ISA is set.
 void set_default_isa(const std::string& spelled);
-std::string current_isa();   // in the syntax of set_isa
-bool on_tiles(DType dtype);  // whether the instruction set of this dtype multiplies it on tiles
+std::string current_isa();    // in the syntax of set_isa
+bool on_tiles(DType dtype);   // whether the instruction set of this dtype multiplies it on tiles
+bool has_tiles(DType dtype);  // whether it has tiles, which multiply the parts of linear layers
 
 // Run attention of every size on tiles, as FASTATTN_CPU_ISA does, or leave small ones to vectors:
 // for tests of tiles. Returns the previous setting.

@@ -78,6 +78,8 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("set_default_isa", &fastattn::set_default_isa);
   m.def("on_tiles",
         [](int dtype) { return fastattn::on_tiles(static_cast<fastattn::DType>(dtype)); });
+  m.def("has_tiles",
+        [](int dtype) { return fastattn::has_tiles(static_cast<fastattn::DType>(dtype)); });
   m.def("set_all_sizes_on_tiles", &fastattn::set_all_sizes_on_tiles);
   m.def("pays_on_tiles", [](int dtype, int64_t queries, int64_t keys, int64_t columns) {
     return fastattn::pays_on_tiles(static_cast<fastattn::DType>(dtype), queries, keys, columns);

@@ -73,16 +73,17 @@ def test_the_order_of_backends(name: str) -> None:
 @pytest.mark.parametrize("name", EVERY)
 def test_the_instruction_set(name: str) -> None:
     intel = "avx512_bf16,bfloat16=avx512"
-    tiles = "amx_bf16,float64=avx512_bf16,float16=avx512_bf16"
+    tiles = "amx_bf16,float64=avx512_bf16"
+    on_vectors = f"{tiles},float16=avx512_bf16"
     with be(EVERY[name]):
         supported = [*ISAS, "amx_bf16"] if "AMX" in name else ISAS
-        best = {"AMX": tiles, "AMX-FP16": tiles, "Intel": intel}
+        best = {"AMX": tiles, "AMX-FP16": on_vectors, "Intel": intel}
         assert evidence.isa(supported) == best.get(name, "avx512_bf16")
         assert evidence.isa(ISAS[:2]) == "avx2"  # not what the build or the processor lacks
         assert evidence.isa(["baseline"]) == "baseline"
         # A build for one machine lacks the others.
         of_one = evidence.isa(["baseline", "avx512_bf16", "amx_bf16"])
-        assert of_one == (tiles if "AMX" in name else "avx512_bf16")
+        assert of_one == (best[name] if "AMX" in name else "avx512_bf16")
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -90,6 +91,7 @@ def test_the_gemm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each field of the choice, on a processor for which it differs."""
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(gemms, "_IN_16_BITS", {})  # on any machine
+    monkeypatch.setattr(gemms._cpu, "has_tiles", lambda dtype: True)
     tiles, old = name.startswith("AMX"), name in ("old AMD", "old Intel")
     with be(EVERY[name]):
         half = gemms.rule(torch.bfloat16)
@@ -100,14 +102,21 @@ def test_the_gemm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             "ours" if old else "torch",
         )
         assert half.ours_up_to == (0 if tiles or old else 2**25)
-        library = "torch" if tiles or name == "old AMD" or "Intel" in name else "onednn"
-        assert gemms.rule(torch.float32)[:3] == (library, library, "torch")
-        assert gemms.rule(torch.float16).y == ("torch" if name == "AMX-FP16" else "ours")
+        library = "torch" if name == "old AMD" or "Intel" in name else "onednn"
+        single = ("tiles",) * 3 if tiles else (library, library, "torch")
+        assert gemms.rule(torch.float32)[:3] == single
+        assert gemms.rule(torch.float16).y == (
+            "torch" if name == "AMX-FP16" else "tiles" if tiles else "ours"
+        )
         assert _small._work_limit(torch.bfloat16) == half.small_up_to
     with be(INTEL):
         monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
         evidence.forget()
         assert gemms.rule(torch.float32).y == "onednn"
+    with be(AMX):  # another instruction set was requested
+        monkeypatch.setattr(gemms._cpu, "has_tiles", lambda dtype: False)
+        evidence.forget()
+        assert gemms.rule(torch.float16)[:3] == ("torch",) * 3
 
 
 @pytest.mark.parametrize(

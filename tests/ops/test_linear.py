@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,6 +61,14 @@ def compare(x: Tensor, weight: Tensor, bias: Tensor | None, cotangent: Tensor) -
     assert_right(ours, lambda: run(F.linear, wide=True))
 
 
+@functools.cache
+def reads_beyond_rows(dtype: torch.dtype) -> bool:
+    """Whether PyTorch multiplies what follows a row by zero, as oneDNN in bfloat16 on AMX does."""
+    x = torch.full((37, 48), math.nan, dtype=dtype)
+    x[:, :41] = 1
+    return bool(F.linear(x[:, :41], x[:29, :41].contiguous()).isnan().any())
+
+
 @pytest.mark.parametrize(("dtype", "gemm"), EVERY, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("of", ["x", "weight", "gradient"])
@@ -71,6 +81,8 @@ def test_any_layout(
     generator: torch.Generator,
 ) -> None:
     m, n, k = 37, 29, 41
+    if gemm == "torch" and layout == "sliced" and reads_beyond_rows(dtype):
+        pytest.skip("PyTorch's own product is NaN where NaN follows a row")
     called = use(gemm)
 
     def draw(rows: int, columns: int, name: str) -> Tensor:
@@ -393,8 +405,13 @@ def test_the_rule_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
         assert gemms.gemm_of("dw", torch.float32, *large) == "torch"
         one = [gemms.gemm_of("y", torch.float32, 1, work) for work in (2**20, 2**21)]
         assert one == ["torch", "ours"]
+    monkeypatch.setattr(gemms._cpu, "has_tiles", lambda dtype: True)
     with be(AMX):
-        assert gemms.gemm_of("y", torch.float32, *large) == "torch"
+        for product in ("y", "dx", "dw"):
+            sizes = (large, (96, 2**26), (95, 2**26), (7, 2**26))
+            chosen = [gemms.gemm_of(product, torch.float32, rows, work) for rows, work in sizes]
+            ours = "ours" if product == "y" else "torch"
+            assert chosen == ["tiles", "tiles", ours, "torch"]
         assert gemms.gemm_of("y", torch.bfloat16, *small) == "onednn"
         with torch.backends.mkldnn.flags(enabled=False):
             assert gemms.gemm_of("y", torch.bfloat16, *small) == "torch"

@@ -41,8 +41,10 @@ void attention_backward(const AttentionParams&);
 void attention_sequences_forward(const SequencesParams&);
 void attention_sequences_backward(const SequencesParams&);
 
-#if defined(FASTATTN_EXTENDS)
+#if defined(FASTATTN_EXTENDS) || defined(FASTATTN_BASE)
 void linear(const LinearParams&);
+#endif
+#if defined(FASTATTN_EXTENDS)
 double measure_peak(Peak, int threads, double seconds);
 
 namespace {

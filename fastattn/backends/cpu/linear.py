@@ -4,7 +4,7 @@
     dx = dy W     dW = dyᵀ x     db = Σ dy
 
 Most of the arithmetic of a model is here, so the GEMM is chosen by measurement: ``evidence.py`` has
-the rule of each kind of processor (docs/linear.md has the figures). There are three:
+the rule of each kind of processor (docs/linear.md has the figures). There are four:
 
 - ``torch``: ``torch.nn.functional.linear`` and ``torch.mm``. In float32 this is MKL, which is
   slower than oneDNN on AMD's processors; in 16 bits it is oneDNN on processors with 16-bit
@@ -12,6 +12,8 @@ the rule of each kind of processor (docs/linear.md has the figures). There are t
 - ``onednn``: its inner product, called directly, with the bias fused. A call has more overhead.
 - ``ours``: reads the weight in place, without packing, so small calls cost least. Without 16-bit
   arithmetic it computes in float32 and rounds once at the end.
+- ``tiles``: ours on the tiles of AMX. float32 is multiplied as three parts of bfloat16 and float16
+  as two, with less error than float32's own arithmetic. Packing takes many rows to pay.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from fastattn import _cpu, compat, evidence
 from fastattn.backends._precision import allows_bf16_parts
+from fastattn.backends.cpu.operands import DTYPES
 from fastattn.backends.primitives import LinearBackwardOptions, LinearOptions
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x, weight, bias) -> y
@@ -41,6 +44,8 @@ def rule(dtype: torch.dtype) -> evidence.Gemm:
     gemm: evidence.Gemm = evidence.choose("gemm", "cpu", dtype=dtype).use
     if not _IN_16_BITS.get(dtype, True):  # overrides the row for this kind of processor
         return gemm._replace(y="ours", dx="ours", dw="ours", few=32, least=2**14, least_grad=2**14)
+    if "tiles" in gemm and not _cpu.has_tiles(DTYPES[dtype]):  # another instruction set is chosen
+        gemm = gemm._replace(y="torch", dx="torch", dw="torch")
     if dtype == torch.float32 and gemm.y == "torch" and not torch.backends.mkl.is_available():
         return gemm._replace(y="onednn", dx="onednn")
     return gemm
@@ -62,6 +67,8 @@ def gemm_of(product: str, dtype: torch.dtype, rows: int, work: int) -> str:
         return "ours"
     chosen: str = getattr(gemm, product)
     if chosen == "onednn" and (compat.onednn_linear is None or not torch.backends.mkldnn.enabled):
+        return "torch"
+    if product != "y" and rows < gemm.min_grad_rows:
         return "torch"
     if dtype == torch.float32 and allows_bf16_parts():  # PyTorch then multiplies in bfloat16
         return "torch"
@@ -128,11 +135,19 @@ def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _by_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _native(x, weight, bias, on_tiles=False)
+
+
+def _by_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _native(x if 1 in x.stride() else x.contiguous(), weight, bias, on_tiles=True)
+
+
+def _native(x: Tensor, weight: Tensor, bias: Tensor | None, *, on_tiles: bool) -> Tensor:
     if x.shape[1] == 0:
         return _by_torch(x, weight, bias)
     if 1 not in weight.stride():
         weight = weight.contiguous()
-    y: Tensor = _cpu.linear(x, weight, bias)
+    y: Tensor = _cpu.linear(x, weight, bias, on_tiles=on_tiles)
     return y
 
 
@@ -143,6 +158,7 @@ def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 _GEMMS: dict[str, Product] = {
     "onednn": _by_onednn,
     "ours": _by_ours,
+    "tiles": _by_tiles,
     "torch": _by_torch,
 }
 
@@ -150,4 +166,5 @@ _GEMMS: dict[str, Product] = {
 def gemms_of(dtype: torch.dtype) -> dict[str, Product]:
     """The GEMMs that multiply this dtype here, by name."""
     by_onednn = compat.onednn_linear is not None and _IN_16_BITS.get(dtype, dtype.itemsize == 4)
-    return {name: gemm for name, gemm in _GEMMS.items() if by_onednn or name != "onednn"}
+    runs = {"onednn": by_onednn, "tiles": dtype.itemsize < 8 and _cpu.has_tiles(DTYPES[dtype])}
+    return {name: gemm for name, gemm in _GEMMS.items() if runs.get(name, True)}
