@@ -1,6 +1,7 @@
 // What layers that run in one native call are made of: linear layers and norms of rows.
 #pragma once
 #include "../function.h"
+#include "isa.h"
 #include "kernel_table.h"
 
 namespace fastattn {
@@ -28,6 +29,10 @@ void multiply(const Rows& rows, const void* x, int64_t x_stride, const Part& par
   p.x = x, p.x_stride[0] = x_stride, p.x_stride[1] = 1;
   p.w = part.weight.data, p.w_stride = part.weight.stride[0], p.bias = part.bias.data;
   p.y = y, p.y_stride = y_stride, p.activation = f;
+  // evidence.py has the same rule for single layers. Products of bf16 alone are left to oneDNN there.
+  constexpr int64_t kLeastRows = 96, kLeastProducts = 1 << 22;
+  p.on_tiles = rows.dtype != DType::bf16 && p.M >= kLeastRows &&
+               p.M * p.N * p.K >= kLeastProducts && has_tiles(rows.dtype);
   kernels(rows.dtype).linear(p);
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from types import ModuleType
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from gemms import native_layers
 from torch import Tensor
 from within_bound import assert_right
 
+import fastattn
 from fastattn.testing.cases import place
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -105,3 +108,20 @@ def test_rows_of_small_and_of_large_floats(side: str, size: float, on_tiles: Lin
     scale = x.double().abs() @ weight.double().abs().T
     error = (y - x.double() @ weight.double().T).abs()
     assert (error <= 1e-6 * scale + torch.finfo(torch.float32).tiny * 2.0**-20).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_native_encoder_layer(dtype: torch.dtype, tiles: str) -> None:
+    """Its linear layers run on tiles too, with the activation and the bias."""
+    layer = torch.nn.TransformerEncoderLayer(128, 4, 512, activation="gelu", batch_first=True)
+    layer = layer.eval().to(dtype)
+    x = draw(4, 32, 128, dtype=dtype)
+    with native_layers() as called, torch.no_grad():
+        accelerated = copy.deepcopy(layer)
+        fastattn.accelerate(accelerated)
+        y = accelerated(x)
+        eager = layer(x).double()
+        want = layer.double()(x.double())
+    assert called == [128]
+    most = 2 * (eager - want).abs().max() + 4 * torch.finfo(dtype).eps * want.abs().max()
+    assert (y.double() - want).abs().max() <= most
