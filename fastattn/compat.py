@@ -260,6 +260,10 @@ def not_in_onnx(call: str, reason: str) -> RuntimeError:
     )
 
 
+# Whether torch.export is recording. 2.7 to 2.15.
+is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
+
+
 class _NoDispatchMode:
     def __init__(self, *_: Any, **__: Any) -> None:
         raise RuntimeError(f"torch {torch.__version__} lacks the modes that this needs")

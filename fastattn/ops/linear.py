@@ -59,7 +59,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if torch.is_autocast_enabled("cpu") and input.is_cpu:
         return _cast_as_autocast(input, weight, bias)
     if torch.compiler.is_compiling():  # before any size, which would become a guard
-        if products_are_scalar(input.dtype) and _fits(input, weight, bias):
+        if _is_compiled(input.dtype) and _fits(input, weight, bias):
             return _dispatched(input, weight, bias)
         return F.linear(input, weight, bias)
     if forced := dispatch.forced.get():
@@ -159,6 +159,20 @@ def products_are_scalar(dtype: torch.dtype) -> bool:
         return False
     native = dispatch.load("cpu")
     return not isinstance(native, str) and native.rule(dtype).y == "ours"
+
+
+@compat.constant_for_compiler
+def _is_compiled(dtype: torch.dtype) -> bool:
+    """Whether a graph has our operator, because that gains more than to fuse PyTorch's.
+
+    An exported graph has PyTorch's, so that it runs without fastattn, unless that is scalar code.
+    """
+    if products_are_scalar(dtype):
+        return True
+    native = dispatch.load("cpu")
+    if isinstance(native, str) or dtype not in native.DTYPES or not dtype.is_floating_point:
+        return False
+    return native.rule(dtype).y == "tiles" and not compat.is_exporting()
 
 
 # --- the operator -----------------------------------------------------------------------------

@@ -292,9 +292,14 @@ def test_transforms_where_pytorchs_products_are_scalar(use: Callable[[str], list
     assert set(called) == {"ours"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled(dtype: torch.dtype, use: Callable[[str], list[str]]) -> None:
-    called = use("ours")
+@pytest.mark.parametrize(
+    ("dtype", "gemm"),
+    [(torch.float32, "ours"), (torch.bfloat16, "ours"), (torch.float32, "tiles")],
+    ids=str,
+)
+def test_compiled(dtype: torch.dtype, gemm: str, use: Callable[[str], list[str]]) -> None:
+    called = use(gemm)
+    torch.compiler.reset()  # a graph that was compiled under another rule
 
     def run(x: Tensor, weight: Tensor) -> Tensor:
         y: Tensor = linear(x, weight).relu().float().square().sum()
@@ -306,9 +311,18 @@ def test_compiled(dtype: torch.dtype, use: Callable[[str], list[str]]) -> None:
         return list(torch.autograd.grad(function(*leaves), leaves))
 
     found = gradients_of(torch.compile(run, backend="aot_eager", fullgraph=True))
-    assert bool(called) == (dtype == torch.bfloat16)  # in float32 the compiler's own
+    in_graph = dtype == torch.bfloat16 or gemm == "tiles"  # else the compiler's own
+    assert bool(called) == in_graph
     for got, want in zip(found, gradients_of(run), strict=True):
         assert torch.equal(got, want)
+
+
+def test_an_exported_graph_runs_without_fastattn(use: Callable[[str], list[str]]) -> None:
+    use("tiles")
+    layer = fastattn.nn.Linear(5, 4)
+    graph = str(torch.export.export(layer, (torch.randn(9, 5),), strict=True).graph)
+    assert "aten.linear" in graph
+    assert "fastattn" not in graph
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
