@@ -298,8 +298,9 @@ struct LinearParams {
   const void* w;  // [N, K], or [K, N] if w_transposed, rows dense
   int64_t w_stride;
   bool w_transposed;
-  const void* bias;  // [N], null = 0
-  void* y;           // [M, N], rows dense
+  const void* packed;  // w as pack_weight() left it, null = not packed; for tiles only
+  const void* bias;    // [N], null = 0
+  void* y;             // [M, N], rows dense
   int64_t y_stride;
   MlpActivation activation;  // f; none in f64
 };

@@ -17,6 +17,7 @@ def __getattr__(name: str) -> Callable[..., Any]: ...
 append_to_cache: Callable[..., Any]
 hopfield_backward: Callable[..., Any]  # of the steps; by name also `needed`
 hopfield_steps: Callable[..., Any]  # repeats `taken` steps, at most `most`: states, statistics
+pack_weight: Callable[..., Any]  # for `packed` of linear; see csrc/cpu/bind_linear.cpp
 self_attention: Callable[..., Any]  # of a small layer, or None; see csrc/cpu/bind_linear.cpp
 table_layer: Callable[..., Any]  # or None; see csrc/cpu/bind_table_layer.cpp
 

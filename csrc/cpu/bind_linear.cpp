@@ -15,26 +15,60 @@ struct LinearTensors {
   FASTATTN_TENSORS(x, weight, bias)
 };
 
-// Returns x W^T + bias.
-py::object linear(const LinearTensors& x, bool on_tiles) {
+// Where w is, and its sizes.
+void read_weight(const TensorView& w, LinearParams* p) {
+  p->N = w.size[0];
+  p->w_transposed = w.stride[1] != 1;
+  expect(!p->w_transposed || w.stride[0] == 1 || p->N <= 1,
+         "weight must have dense rows or dense columns");
+  p->w = w.data, p->w_stride = w.stride[p->w_transposed ? 1 : 0];
+}
+
+// Returns x W^T + bias. `packed`: the weight's pack_weight(), or None.
+py::object linear(const LinearTensors& x, bool on_tiles, const py::object& packed_weight) {
   const TensorView of_x = view_of("x", x.x), w = view_of("weight", x.weight);
   expect_dtype("x", of_x, kFloats);
   LinearParams p{};
   p.dtype = of_x.dtype, p.threads = threads(), p.on_tiles = on_tiles;
-  p.M = of_x.size[0], p.N = w.size[0], p.K = of_x.size[1];
+  p.M = of_x.size[0], p.K = of_x.size[1];
   expect_sizes("x", of_x, p.dtype, {p.M, p.K});
-  expect_sizes("weight", w, p.dtype, {p.N, p.K});
-  p.w_transposed = w.stride[1] != 1;
-  expect(!p.w_transposed || w.stride[0] == 1 || p.N <= 1,
-         "weight must have dense rows or dense columns");
+  expect_sizes("weight", w, p.dtype, {w.size[0], p.K});
   p.x = of_x.data, p.x_stride[0] = of_x.stride[0], p.x_stride[1] = of_x.stride[1];
-  p.w = w.data, p.w_stride = w.stride[p.w_transposed ? 1 : 0];
+  read_weight(w, &p);
+  if (!packed_weight.is_none()) {
+    const TensorView packed = view_of("packed", packed_weight);
+    expect_sizes("packed", packed, DType::f32, {packed_weight_bytes(p.dtype, p.N, p.K) / 4});
+    expect(packed.is_contiguous(), "packed must be contiguous");
+    p.packed = packed.data;
+  }
   py::object owner;
   p.bias = read_flat_if_given("bias", x.bias, p.dtype, {p.N}, &owner);
   const py::object y = new_result(p.dtype, {p.M, p.N}, &p.y);
   p.y_stride = p.N;
   without_gil([&] { kernels(p.dtype).linear(p); });
   return y;
+}
+
+struct WeightTensors {
+  FASTATTN_TENSORS(weight)  // [N, K], N and K > 0, with dense rows or columns
+};
+
+// The weight, packed for linear() on tiles, as a tensor of float32 that holds bits; None if the
+// instruction set has no tiles.
+py::object pack_weight(const WeightTensors& x) {
+  const TensorView w = view_of("weight", x.weight);
+  expect_dtype("weight", w, kFloats);
+  expect_sizes("weight", w, w.dtype, {w.size[0], w.size[1]});
+  LinearParams p{};
+  p.dtype = w.dtype, p.threads = threads(), p.M = 1, p.K = w.size[1];
+  read_weight(w, &p);
+  const auto pack = kernels(p.dtype).pack_weight;
+  if (pack == nullptr || p.dtype == DType::f64) return none();
+  void* to;
+  const py::object packed =
+      new_result(DType::f32, {packed_weight_bytes(p.dtype, p.N, p.K) / 4}, &to);
+  without_gil([&] { pack(p, to); });
+  return packed;
 }
 
 // The tensors of a small self-attention, and its sizes: N sequences of L positions of E columns.

@@ -21,7 +21,8 @@ void define_attention(py::module_& m) {
   define<&encode_texts>(m, "encode_texts", "texts, wants_gradients");
   define<&flex_attention>(m, "flex_attention", "options, only_first=False");
   define<&flex_attention_backward>(m, "flex_attention_backward");
-  define<&linear>(m, "linear", "on_tiles=False");
+  define<&linear>(m, "linear", "on_tiles=False, packed=None");
+  define<&pack_weight>(m, "pack_weight", "");
   define<&self_attention>(m, "self_attention", "num_heads, batch_first, causal, recorded");
   define<&table_layer>(m, "table_layer",
                        "parts, eps, num_heads, known, rms, in_place, keeps, wants_gradients");

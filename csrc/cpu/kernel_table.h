@@ -24,6 +24,14 @@ inline bool fills_tiles(const AttentionParams& p) {
   return p.D > 0 && p.Dv > 0 && p.Hkv > 0 && p.Lq < 32 && p.Lq * (p.Hq / p.Hkv) >= 16;
 }
 
+// The bytes of a weight [N, K] that is packed for tiles: as many parts as its numbers have, and the
+// magnitudes of its rows.
+inline int64_t packed_weight_bytes(DType dtype, int64_t N, int64_t K) {
+  const int64_t parts = dtype == DType::f32 ? 3 : dtype == DType::f16 ? 2 : 1;
+  const int64_t rows = (N + 31) / 32 * 32;
+  return rows * ((K + 31) / 32 * 32 * parts * 2 + 4);
+}
+
 struct KernelTable {
   const char* isa;
   void (*attention_forward)(const AttentionParams&);
@@ -32,6 +40,7 @@ struct KernelTable {
   double (*measure_peak)(Peak, int threads,
                          double seconds);  // GFLOP/s or GB/s; 0 where the ISA has no such unit
   void (*linear)(const LinearParams&);
+  void (*pack_weight)(const LinearParams&, void* to);  // null without tiles
   void (*norm)(const NormParams&);
   void (*additive_forward)(const AdditiveParams&);
   void (*additive_backward)(const AdditiveParams&);

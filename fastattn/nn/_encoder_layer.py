@@ -27,7 +27,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from fastattn import compat, dispatch, evidence
 from fastattn.compat import runs_eagerly
 from fastattn.nn._leaf import is_symbolic, leaf
-from fastattn.nn.linear import Linear
+from fastattn.nn.linear import PACKED, Linear
 from fastattn.nn.mha import keep_forward_called
 
 
@@ -168,6 +168,8 @@ class _Layer(Plan):
         norm_first = bool(getattr(layer, "norm_first", names.norm_first))
         options = (heads, norm_first, type(norms[0]) is nn.RMSNorm, *eps, activation)
         sizes = [_limits(x) if x in dtypes else (0, 0) for x in _DTYPES]
+        if any(x is not None and PACKED in x.__dict__ for x in linear):
+            sizes = [(min(1, size), few) for size, few in sizes]  # packed layers are faster
         return (tuple(pairs), *options, sizes)
 
 
@@ -373,12 +375,13 @@ def _limits(dtype: torch.dtype) -> tuple[int, int]:
     return gemm.layer_up_to, gemm.few if gemm.layer_up_to else 0
 
 
-def _forget() -> None:
+def forget_plans() -> None:
+    """Make every plan again."""
     _limits.cache_clear()
     _plans.clear()
 
 
-evidence.on_change(_forget)
+evidence.on_change(forget_plans)
 
 
 def largest_layer(dtype: torch.dtype) -> int:

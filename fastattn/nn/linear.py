@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastattn.ops.linear import linear, products_are_scalar
+from fastattn.ops.linear import PackedWeight, linear, products_are_scalar
+
+PACKED = "_fastattn_packed"  # in a module's __dict__: its PackedWeight
 
 
 class Linear(nn.Linear):
@@ -19,7 +23,17 @@ class Linear(nn.Linear):
         """y = x Wᵀ + b, [..., K] -> [..., N]."""
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             return F.linear(input, self.weight, self.bias)
-        return linear(input, self.weight, self.bias)
+        return linear_of(self, input, self.weight)
+
+
+def linear_of(module: Linear | TransposedLinear, input: Tensor, weight: Tensor) -> Tensor:
+    """The layer, by the packed copy of its weight if it has one that serves."""
+    packed = module.__dict__.get(PACKED)
+    if packed is not None and not torch.compiler.is_compiling() and packed.serves(module.weight):
+        y: Tensor | None = packed.linear(input, weight, module.bias)
+        if y is not None:
+            return y
+    return linear(input, weight, module.bias)
 
 
 class TransposedLinear(nn.Module):
@@ -30,7 +44,36 @@ class TransposedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """y = x W + b, [..., K] -> [..., N]."""
-        return linear(x, self.weight.t(), self.bias)
+        return linear_of(self, x, self.weight.t())
+
+
+def pack_weights(model: nn.Module) -> dict[str, int]:
+    """Keep a packed copy beside each weight of our linear layers that tiles multiply.
+
+    Returns:
+        The bytes of each copy, by the name of its module; 0 where memory did not suffice.
+    """
+    packed = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, (Linear, TransposedLinear)) or not _may_pack(module.weight):
+            continue
+        weight = module.weight
+        matrix = weight.t() if isinstance(module, TransposedLinear) else weight
+        known = module.__dict__.get(PACKED)
+        try:
+            if known is None or not known.serves(weight):
+                known = module.__dict__[PACKED] = PackedWeight(weight, matrix)
+        except (MemoryError, RuntimeError):
+            packed[name] = 0
+            continue
+        if known.rows is not None:
+            packed[name] = known.rows.nbytes
+    return packed
+
+
+def _may_pack(weight: Any) -> bool:
+    plain = type(weight) in (Tensor, nn.Parameter) and weight.is_cpu and not weight.is_inference()
+    return plain and weight.dtype in (torch.float32, torch.float16) and weight.numel() >= 2**14
 
 
 class PatchEmbedding(nn.Conv2d):

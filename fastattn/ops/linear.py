@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from fastattn import compat, dispatch, evidence
 from fastattn._derivative import Derivative
 from fastattn._flops import product_flops
+from fastattn.backends._precision import allows_bf16_parts
 from fastattn.backends.primitives import LinearBackwardOptions, LinearOptions
 from fastattn.compat import runs_eagerly
 from fastattn.library import Operator, watchers
@@ -83,6 +85,56 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     else:
         y = gemm(rows, weight, bias)
     return y if input.dim() == 2 else y.view(*input.shape[:-1], weight.shape[0])
+
+
+class PackedWeight:
+    """A packed copy of a weight, which serves as long as the weight is seen not to change.
+
+    Seen are another tensor in its place, another storage, and a write that raises its version; a
+    write through ``.data`` is not. A copy of a module, and a pickle, have none.
+
+    ``weight`` is the parameter, ``matrix`` the same as [N, K].
+    """
+
+    def __init__(self, weight: Tensor, matrix: Tensor) -> None:
+        self._weight = weakref.ref(weight)
+        self._state = self._state_of(weight)
+        native: Any = dispatch.load("cpu")
+        self.rows: Tensor | None = native.pack_weight(matrix.detach())
+
+    @staticmethod
+    def _state_of(weight: Tensor) -> tuple[Any, ...]:
+        return weight.data_ptr(), weight._version, weight.shape, weight.stride(), weight.dtype
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def serves(self, weight: Tensor) -> bool:
+        """Whether the weight is as it was; if not, the copy is freed."""
+        if self.rows is not None and not (
+            self._weight() is weight and self._state == self._state_of(weight)
+        ):
+            self.rows = None
+        return self.rows is not None
+
+    def linear(self, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor | None:
+        """y of a copy that :meth:`serves`, or None for a call that is one of :func:`linear`."""
+        if (
+            torch.is_autocast_enabled("cpu")
+            or dispatch.forced.get()
+            or not _fits(x, matrix, bias)
+            or x.numel() < _LEAST_PACKED_ROWS * x.shape[-1]
+            or not runs_eagerly(x, matrix, bias)
+            or (torch.is_grad_enabled() and compat.any_requires_grad(x, matrix, bias))
+            or (x.dtype == torch.float32 and allows_bf16_parts())
+        ):
+            return None
+        native: Any = dispatch.load("cpu")
+        y: Tensor = native.linear_packed(x.reshape(-1, x.shape[-1]), matrix, bias, self.rows)
+        return y.view(*x.shape[:-1], matrix.shape[0])
+
+
+_LEAST_PACKED_ROWS = 48  # below, the weight is read faster as it is
 
 
 def _on(backend: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

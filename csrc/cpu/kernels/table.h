@@ -44,6 +44,9 @@ void attention_sequences_backward(const SequencesParams&);
 #if defined(FASTATTN_EXTENDS) || defined(FASTATTN_BASE)
 void linear(const LinearParams&);
 #endif
+#if defined(FASTATTN_BASE)
+void pack_weight(const LinearParams&, void* to);
+#endif
 #if defined(FASTATTN_EXTENDS)
 double measure_peak(Peak, int threads, double seconds);
 
@@ -79,6 +82,11 @@ constexpr KernelTable table = {
     sinusoidal,
     measure_peak,
     FASTATTN_PAIRS(LinearParams, linear),
+#if defined(FASTATTN_BASE)
+    pack_weight,
+#else
+    nullptr,
+#endif
     norm,
     additive_forward,
     additive_backward,

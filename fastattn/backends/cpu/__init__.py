@@ -22,6 +22,8 @@ from fastattn.backends.cpu.linear import gemm_of as gemm_of
 from fastattn.backends.cpu.linear import gemms_of as gemms_of
 from fastattn.backends.cpu.linear import linear as linear
 from fastattn.backends.cpu.linear import linear_backward as linear_backward
+from fastattn.backends.cpu.linear import linear_packed as linear_packed
+from fastattn.backends.cpu.linear import pack_weight as pack_weight
 from fastattn.backends.cpu.linear import rule as rule
 from fastattn.backends.cpu.operands import DTYPES
 from fastattn.backends.primitives import EVERYWHERE, QUANTISED, served, unserved, with_default

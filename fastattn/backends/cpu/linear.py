@@ -151,6 +151,21 @@ def _native(x: Tensor, weight: Tensor, bias: Tensor | None, *, on_tiles: bool) -
     return y
 
 
+def linear_packed(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor) -> Tensor:
+    """The product on tiles, with ``packed`` of :func:`pack_weight`."""
+    x = x if 1 in x.stride() else x.contiguous()
+    y: Tensor = _cpu.linear(x, weight, bias, on_tiles=True, packed=packed)
+    return y
+
+
+def pack_weight(weight: Tensor) -> Tensor | None:
+    """A copy of a weight in the layout of the tiles; None where they do not multiply it."""
+    if rule(weight.dtype).y != "tiles" or 1 not in weight.stride() or weight.numel() == 0:
+        return None
+    packed: Tensor | None = _cpu.pack_weight(weight)
+    return packed
+
+
 def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 

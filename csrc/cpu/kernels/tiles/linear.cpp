@@ -125,7 +125,8 @@ class TileLinear {
         rows_of_task(task_rows()),
         tasks_of_rows(blocks_of(min_of(p.M, kRows), rows_of_task)),
         parts(tasks_of_rows >= p.threads ? 1 : blocks_of(p.threads, tasks_of_rows)),
-        packs_first(tasks_of_rows > 1),
+        packs_first(p.packed == nullptr && tasks_of_rows > 1),
+        strips_of_w(blocks_of(p.N, kSquare)),
         team(team_size(p.threads, tasks_of_rows * parts, 2.0 * p.M * p.N * p.K)) {}
 
   void run() {
@@ -142,13 +143,28 @@ class TileLinear {
       some.M = count, some.x = x_at(m), some.y = y_at(m, 0);
       FASTATTN_BASE::linear(some);
     });
-    compute_separate(p.N, largest_of_w, kLeastOfRight, [&](int64_t n, int64_t count) {
+    const int32_t* const of_w = p.packed == nullptr ? largest_of_w : magnitudes_in(p.packed);
+    compute_separate(p.N, of_w, kLeastOfRight, [&](int64_t n, int64_t count) {
       LinearParams some = p;
       some.N = count, some.w = w.data + n * (w.across ? 1 : w.stride), some.y = y_at(0, n);
       if (p.bias != nullptr) some.bias = static_cast<const S*>(p.bias) + n;
       FASTATTN_BASE::linear(some);
     });
     __builtin_free(largest_of_x);
+  }
+
+  // W as it is packed for later calls: [block of the reduced index][strip][steps] chunks, then the
+  // magnitudes.
+  void pack_all(void* to) const {
+    each_task(team_size(p.threads, strips_of_w, 4.0 * p.N * p.K), strips_of_w, kStatic,
+              [&](int64_t strip) {
+                for (int64_t s = 0; s < steps; s += steps_of_block) {
+                  const Block block{0, 0, 0, p.N, s, min_of(steps_of_block, steps - s)};
+                  pack_lines<F, false>(w, strip * kSquare, s * kStep, block.steps,
+                                       const_cast<Element*>(packed_strip(to, block, strip)),
+                                       const_cast<int32_t*>(magnitudes_in(to)) + strip * kSquare);
+                }
+              });
   }
 
  private:
@@ -161,8 +177,9 @@ class TileLinear {
   const Lines<S> x, w;
   const int64_t steps, steps_of_block;  // chunks of 32 of the reduced index, blocks of equal length
   const int64_t rows_of_task, tasks_of_rows;
-  const int64_t parts;     // of the columns: tasks with the same rows
-  const bool packs_first;  // W is packed for all tasks, else by each task for its columns
+  const int64_t parts;        // of the columns: tasks with the same rows
+  const bool packs_first;     // W is packed for all tasks, else by each task for its columns
+  const int64_t strips_of_w;  // of 32 columns
   const int team;
 
   struct Shared {
@@ -210,7 +227,7 @@ class TileLinear {
     Arena a(base);
     Own o;
     o.x = a.take<Element>(rows_of_task / kSquare * steps_of_block * kChunk);
-    o.w = a.take<Element>(packs_first ? 0 : steps_of_block * kChunk);
+    o.w = a.take<Element>(packs_first || p.packed != nullptr ? 0 : steps_of_block * kChunk);
     o.edge = a.take<float>(kSquare * kSquare);
     o.bytes = a.used();
     return o;
@@ -253,6 +270,15 @@ class TileLinear {
     int64_t m0, m1, n0, n1, step, steps;
   };
 
+  const Element* packed_strip(const void* packed, const Block& b, int64_t strip) const {
+    const int64_t before = b.step * strips_of_w + (b.n0 / kSquare + strip) * b.steps;
+    return static_cast<const Element*>(packed) + before * kChunk;
+  }
+  const int32_t* magnitudes_in(const void* packed) const {
+    const Element* const all = static_cast<const Element*>(packed);
+    return reinterpret_cast<const int32_t*>(all + steps * strips_of_w * kChunk);
+  }
+
   void pack_strip(const Block& b, int64_t strip, Element* to) const {
     const int64_t n = b.n0 + strip * kSquare;
     pack_lines<F, false>(w, n, b.step * kStep, b.steps, to, largest_of_w + n);
@@ -271,7 +297,9 @@ class TileLinear {
     const TileScope tiles;
     for (int64_t strip = begin; strip < end; ++strip) {
       const Element* right = own.w;
-      if (packs_first)
+      if (p.packed != nullptr)
+        right = packed_strip(p.packed, b, strip);
+      else if (packs_first)
         right = shared.w + strip * length;
       else
         pack_strip(b, strip, own.w);
@@ -280,7 +308,7 @@ class TileLinear {
         const int64_t lines = blocks_of(length / 32, panels);
         const Element* const ahead = right + length + min_of(i * lines, length / 32) * 32;
         const int64_t count =
-            packs_first && strip + 1 < end ? min_of(lines, length / 32 - i * lines) : 0;
+            right != own.w && strip + 1 < end ? min_of(lines, length / 32 - i * lines) : 0;
         square(own, b, m0 + i * kSquare, strip, own.x + i * length, right, ahead, count,
                i + 1 < panels ? m0 + (i + 1) * kSquare : m0);
       }
@@ -362,16 +390,26 @@ bool serves(const LinearParams& p) {
   return p.on_tiles && p.K > 0 && (p.x_stride[0] == 1 || p.x_stride[1] == 1);
 }
 
+// Calls f(layer) with the kernel of a dtype, which has one.
+template <class Call>
+void with_kernel(const LinearParams& p, Call f) {
+  if (p.dtype == DType::f32) return f(TileLinear<float, RoundedBf16<3>>(p));
+  if (p.dtype == DType::f16) return f(TileLinear<F16, RoundedBf16<2>>(p));
+  f(TileLinear<Bf16, RoundedBf16<1>>(p));
+}
+
 }  // namespace
 
 // y = f(x W^T + b), on tiles where that is requested, else on vectors.
 void linear(const LinearParams& p) {
   if (p.M == 0 || p.N == 0) return;
-  if (!serves(p)) return FASTATTN_BASE::linear(p);
-  if (p.dtype == DType::f32) return TileLinear<float, RoundedBf16<3>>(p).run();
-  if (p.dtype == DType::f16) return TileLinear<F16, RoundedBf16<2>>(p).run();
-  if (p.dtype == DType::bf16) return TileLinear<Bf16, RoundedBf16<1>>(p).run();
-  FASTATTN_BASE::linear(p);
+  if (p.dtype == DType::f64 || !serves(p)) return FASTATTN_BASE::linear(p);
+  with_kernel(p, [](auto layer) { layer.run(); });
+}
+
+// W, packed for linear(); `to` has packed_weight_bytes().
+void pack_weight(const LinearParams& p, void* to) {
+  with_kernel(p, [&](const auto& layer) { layer.pack_all(to); });
 }
 
 }  // namespace FASTATTN_ISA
