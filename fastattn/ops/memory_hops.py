@@ -107,8 +107,9 @@ def memory_hop_attention(
         except ValueError:  # the complete path raises a message that names the argument
             pass
     biases = (hop_proj, memory_mask, memory_bias)
-    operator, arguments = prepare(query, in_memory, out_memory, hops, *biases, *options[1:])
-    out, _, _, weights = plans.complete(signature, operator, arguments, tensors)
+    operator, call = prepare(query, in_memory, out_memory, hops, *biases, *options[1:])
+    plan = plans.keep(signature, operator, call, tensors)
+    out, _, _, weights = operator(*call) if plan is None else plan.all(call[:-1], call[-1])
     if query.shape[-1] == 0:
         out = out[..., :0]
     return (out, weights) if need_weights else out
