@@ -269,7 +269,8 @@ def _prepare(
         return _jagged.prepare(args)
     query, key, value = args.query, args.key, args.value
     _check_tensors(query, key, value)
-    _check_flags(args)
+    for name in _FLAGS:
+        checks.check_flag(_NAME, name, getattr(args, name))
     dropout_p, attn_mask = args.dropout_p, args.attn_mask
     is_causal, causal_alignment = args.is_causal, args.causal_alignment
     if dropout_p != 0.0 or type(dropout_p) is not float:
@@ -488,11 +489,6 @@ def _fold_leading(x: Tensor, kept: int, batch: tuple[int, ...]) -> Tensor:
     if all(n == 1 for n in x.shape[:-kept]):
         return x.reshape(1, *rows)
     return x.expand(*batch, *rows).reshape(math.prod(batch), *rows)
-
-
-def _check_flags(args: Any) -> None:
-    for name in _FLAGS:
-        checks.check_flag(_NAME, name, getattr(args, name))
 
 
 def _check_combinations(args: Any, attn_mask: Any, is_causal: bool, alignment: Any) -> None:
