@@ -20,6 +20,8 @@ from fastattn.backends.triton._core import (
     in_window,
     load_pairs,
     load_rows,
+    matrix_tile,
+    row_tile,
     start_softmax,
     store_rows,
     tanh,
@@ -86,9 +88,7 @@ def additive_forward(
     BN: tl.constexpr,
 ):
     """out = softmax(e) @ value for one tile of queries, and the softmax itself if requested."""
-    tiles = tl.cdiv(o.q_len, BM)
-    row = tl.program_id(0) % tiles * BM
-    i_b = (tl.program_id(0) // tiles).to(tl.int64)
+    i_b, row = row_tile(o.q_len, BM)
     seq = batch_sequence(o, i_b)
     p_q += i_b * width * o.q_len
     p_k += i_b * width * o.k_len
@@ -136,12 +136,7 @@ def additive_scores(
     BN: tl.constexpr,
 ):
     """The scores of one tile of pairs, -inf where excluded."""
-    k_tiles = tl.cdiv(o.k_len, BN)
-    q_tiles = tl.cdiv(o.q_len, BM)
-    first = tl.program_id(0) % k_tiles * BN
-    tile_index = tl.program_id(0) // k_tiles
-    row = tile_index % q_tiles * BM
-    i_b = (tile_index // q_tiles).to(tl.int64)
+    i_b, row, first = matrix_tile(o.q_len, o.k_len, BM, BN)
     seq = batch_sequence(o, i_b)
     p_q += i_b * width * o.q_len
     p_k += i_b * width * o.k_len
@@ -207,9 +202,7 @@ def additive_backward_scores(
     The whole rows are stored, so each sum is taken over the same numbers that it must cancel: a
     first sum, and then a sum of the remainder.
     """
-    tiles = tl.cdiv(o.q_len, BM)
-    row = tl.program_id(0) % tiles * BM
-    i_b = (tl.program_id(0) // tiles).to(tl.int64)
+    i_b, row = row_tile(o.q_len, BM)
     seq = batch_sequence(o, i_b)
     o_m = row + tl.arange(0, BM)
     m_m = o_m < o.q_len
@@ -265,9 +258,7 @@ def additive_backward_value(
     BN: tl.constexpr,
 ):
     """d loss / d value = w.T @ do for one tile of keys."""
-    tiles = tl.cdiv(o.k_len, BN)
-    first = tl.program_id(0) % tiles * BN
-    i_b = (tl.program_id(0) // tiles).to(tl.int64)
+    i_b, first = row_tile(o.k_len, BN)
     seq = batch_sequence(o, i_b)
     o_n = first + tl.arange(0, BN)
     acc = tl.zeros([BN, BDV], tl.float32)

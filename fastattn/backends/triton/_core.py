@@ -119,6 +119,23 @@ def locate(o, OF_KEYS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def row_tile(rows, BLOCK):
+    """Return the matrix of this program and its first row; successive programs share a matrix."""
+    tiles = tl.cdiv(rows, BLOCK)
+    return (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * BLOCK
+
+
+@triton.jit
+def matrix_tile(rows, columns, BM: tl.constexpr, BN: tl.constexpr):
+    """Return the matrix of this program, its first row and its first column."""
+    column_tiles = tl.cdiv(columns, BN)
+    row_tiles = tl.cdiv(rows, BM)
+    tile = tl.program_id(0) // column_tiles
+    first = tl.program_id(0) % column_tiles * BN
+    return (tile // row_tiles).to(tl.int64), tile % row_tiles * BM, first
+
+
+@triton.jit
 def packed_sequence(o, i_b, OF_KEYS: tl.constexpr):
     """Packed sequence i_b; the one after the last has the other queries, or OF_KEYS the keys."""
     q_base, q_len = _extent(o.p_q_starts, i_b, o.batch, o.q_len, not OF_KEYS)

@@ -12,6 +12,7 @@ from fastattn.backends.triton._core import (
     in_matrix,
     load_rows,
     packed_sequence,
+    row_tile,
     scores,
     visible_keys,
     wait_for_loads,
@@ -134,9 +135,7 @@ def attention_backward_table(
     BN: tl.constexpr,
 ):
     """d loss / d table for BN entries of one head: the sums of ds over the pairs that read them."""
-    tiles = tl.cdiv(entries, BN)
-    begin = tl.program_id(0) % tiles * BN
-    i_part = (tl.program_id(0) // tiles).to(tl.int64)
+    i_part, begin = row_tile(entries, BN)
     i_h = i_part % o.heads
     total = tl.zeros([BN], tl.float32)
     if o.p_q_starts is None:  # a batch has as many parts as sequences

@@ -14,6 +14,7 @@ from fastattn.backends.triton._core import (
     load_rows,
     locate,
     log_sum_exp,
+    matrix_tile,
     probabilities,
     scores,
     start_softmax,
@@ -142,22 +143,17 @@ def attention_weights(
 ):
     """The weights of one tile of pairs, for one head or averaged over all heads."""
     unit = exponent_unit(o)
-    k_tiles = tl.cdiv(o.k_len, BN)
-    q_tiles = tl.cdiv(o.q_len, BM)
-    first = tl.program_id(0) % k_tiles * BN
-    tile_index = tl.program_id(0) // k_tiles
-    row = tile_index % q_tiles * BM
+    i_matrix, row, first = matrix_tile(o.q_len, o.k_len, BM, BN)
     o_m = row + tl.arange(0, BM)
     o_n = first + tl.arange(0, BN)
     m_m = o_m < o.q_len
-    tile_index = (tile_index // q_tiles).to(tl.int64)
     if AVERAGED:
-        i_b = tile_index
-        head = tile_index * 0
+        i_b = i_matrix
+        head = i_matrix * 0
         end = head + o.heads
     else:
-        i_b = tile_index // o.heads
-        head = tile_index % o.heads
+        i_b = i_matrix // o.heads
+        head = i_matrix % o.heads
         end = head + 1
 
     seq = batch_sequence(o, i_b)
