@@ -131,8 +131,7 @@ def attention_weights(
     q,
     k,
     o,
-    p_high,  # [B, Hq, Lq] float32: lse in the unit of the exponent
-    p_low,  # [B, Hq, Lq] float32: the rounding error of p_high
+    stats,
     weights,  # [B, Hq, Lq, Lk], or [B, 1, Lq, Lk]
     AVERAGED: tl.constexpr,
     D: tl.constexpr,
@@ -165,8 +164,8 @@ def attention_weights(
             b_k = load_rows(k, seq.k_base, i_h // o.group, o_n, o_n < o.k_len, D, BD)
             s, visible, slope = scores(b_q, b_k, seq, i_h, row, first, coverage, o, True, PRECISION)
             o_rows = (i_b * o.heads + i_h) * o.q_len + o_m
-            high = tl.load(p_high + o_rows, mask=m_m, other=0.0)
-            low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
+            high = tl.load(stats.p_high + o_rows, mask=m_m, other=0.0)
+            low = tl.load(stats.p_low + o_rows, mask=m_m, other=0.0)
             p = tl.where(visible, probabilities(s, high, low, unit, o), 0.0)
             if o.p_seed is not None:
                 p = tl.where(
