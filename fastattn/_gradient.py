@@ -87,16 +87,20 @@ class Gradient:
         derivative, operator = self._derivative, self._operator
         if derivative is None:
             return None
-        run, derive = self.on_kernels()
+        keeps, save, derive = self.on_kernels()
+        name, load, several = operator.name, dispatch.load, operator.returns > 1
         take, of_call, constants = self._take, derivative.of_call, [] if first else self._constants
         returns, missing = (1, operator.returns - 1) if first else (operator.returns, 0)
         none = (None,) * missing
 
         def forward(ctx: Any, *args: Any) -> Any:
-            results, saved = run(args[:-1], args[-1])
+            *tensors, options = args
+            results = getattr(load("cpu"), name)(*tensors, options=options, **keeps)
+            if not several:
+                results = (results,)
             ctx.set_materialize_grads(False)
-            ctx.options = args[-1] if of_call is None else of_call(*args)
-            ctx.save_for_backward(*saved)
+            ctx.options = options if of_call is None else of_call(*args)
+            ctx.save_for_backward(*save((*tensors, *results)))
             if constants:
                 ctx.mark_non_differentiable(*(results[n] for n in constants))
             return results[0] if returns == 1 else results[:returns]
@@ -111,34 +115,27 @@ class Gradient:
 
         return _function(operator.name, forward, backward)
 
-    def on_kernels(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Return both passes on the CPU's kernels.
+    def on_kernels(self) -> tuple[dict[str, bool], Callable[..., Any], Callable[..., Any]]:
+        """Return what both passes need on the CPU's kernels.
 
-        Forward: (tensors, options) -> (results, saved). Backward: (saved, options, which arguments
-        need a gradient, gradients of the results) -> the gradients of the arguments. They call few
-        Python functions, whose overhead is visible between the kernels of a training step.
+        More options of the forward kernel; (its tensors and results) -> what the backward reads;
+        the backward: (that, options, which arguments need a gradient, gradients of the results) ->
+        the gradients of the arguments. They call few Python functions, whose overhead is visible
+        between the kernels of a training step.
         """
         operator, derivative, load = self._operator, self._derivative, dispatch.load
         assert derivative is not None
         save, arrange, options_of = self._save, self._arrange, self._options_of_backward
-        forward_name, backward_name = operator.name, operator.backward.name
-        kept, keeps = len(derivative.keeps.split()), {"keeps": True} if derivative.keeps else {}
-        if kept:  # the extra results come last
+        name, keeps = operator.backward.name, {"keeps": True} if derivative.keeps else {}
+        if keeps:  # the extra results come last
             last = len(operator.names) + operator.returns
-            save = _picker([*self._saved, *range(last, last + kept)])
-        several = operator.returns > 1
-
-        def run(tensors: Sequence[Any], options: Any) -> tuple[Any, tuple[Any, ...]]:
-            results = getattr(load("cpu"), forward_name)(*tensors, options=options, **keeps)
-            if not several:
-                results = (results,)
-            return results, save(tensors + results)
+            save = _picker([*self._saved, *range(last, last + len(derivative.keeps.split()))])
 
         def derive(saved: Sequence[Any], options: Any, needs: Sequence[bool], grads: Any) -> Any:
-            options, kernel = options_of(options, needs), getattr(load("cpu"), backward_name)
+            options, kernel = options_of(options, needs), getattr(load("cpu"), name)
             return arrange((*kernel(*grads, *saved, options=options), None))
 
-        return run, derive
+        return keeps, save, derive
 
     def keep(self, ctx: Any, args: Sequence[Any], results: Any, eager: bool) -> None:
         """Save in the context the values that :meth:`derive` needs."""
@@ -200,14 +197,18 @@ def in_one_node(first: Gradient, then: Gradient) -> Any:
     returns the first result of ``then``. A second autograd node would take as long as a small
     kernel.
     """
-    (run, derive), (run_then, derive_then) = first.on_kernels(), then.on_kernels()
+    (keeps, save, derive), (_, save_then, derive_then) = first.on_kernels(), then.on_kernels()
+    name, name_then, load = first._operator.name, then._operator.name, dispatch.load
     others = len(then._operator.names) - 1
     none, none_then = ((None,) * (x._operator.returns - 1) for x in (first, then))
     missing, missing_then = first._take((None, *none))[1:], then._take((None, *none_then))[1:]
 
     def forward(ctx: Any, *args: Any) -> Any:
-        results, saved = run(args[others:-2], args[-2])
-        results, saved_then = run_then((results[0], *args[:others]), args[-1])
+        tensors, (options, options_then) = args[others:-2], args[-2:]
+        results = getattr(load("cpu"), name)(*tensors, options=options, **keeps)
+        saved, tensors = save((*tensors, *results)), (results[0], *args[:others])
+        results = getattr(load("cpu"), name_then)(*tensors, options=options_then)
+        saved_then = save_then((*tensors, *results))
         ctx.set_materialize_grads(False)
         ctx.options, ctx.read = args[-2:], len(saved)
         ctx.save_for_backward(*saved, *saved_then)

@@ -119,18 +119,6 @@ class Plans:
             self.set(signature, plan)
         return signature, plan
 
-    def complete(
-        self,
-        signature: bytes | None,
-        operator: Operator,
-        call: Sequence[Any],
-        originals: Sequence[Any],
-        inputs: Sequence[Any] = (),
-    ) -> Any:
-        """All results of a call that the complete path prepared, and keep its plan."""
-        plan = self.keep(signature, operator, call, originals, inputs)
-        return operator(*call) if plan is None else plan.all(tuple(call[:-1]), call[-1])
-
     def keep(
         self,
         signature: bytes | None,

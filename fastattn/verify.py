@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     if not failed:
         print(f"all {len(results)} checks passed")
         return 0
-    worst = max(failed, key=_ratio)
+    worst = max(failed, key=lambda result: result.verdict.ratio)
     isa = f" --isa {worst.target.isa}" if worst.target.isa else ""
     print(f"{len(failed)} of {len(results)} checks failed. To run only the worst:")
     print(f"  python -m fastattn verify --op {worst.op} --backend {worst.target.backend}{isa}"
@@ -155,10 +155,6 @@ def _progress(results: Iterator[_Result], total: int) -> Iterator[_Result]:
         print("\r\033[K", end="")
 
 
-def _ratio(result: _Result) -> float:
-    return result.verdict.ratio
-
-
 def _table(results: list[_Result]) -> str:
     groups: dict[tuple[str, str, str], list[_Result]] = {}
     for result in results:
@@ -167,7 +163,7 @@ def _table(results: list[_Result]) -> str:
     for names, group in groups.items():
         failed = sum(not result.verdict.ok for result in group)
         declined = sum(bool(result.verdict.declined) for result in group)
-        worst = max(group, key=_ratio)
-        words = f"{_ratio(worst):.2f} x the bound ({worst.case.name})"
+        worst = max(group, key=lambda result: result.verdict.ratio)
+        words = f"{worst.verdict.ratio:.2f} x the bound ({worst.case.name})"
         rows.append([*names, str(len(group)), str(failed), str(declined), words])
     return as_text(rows)

@@ -11,44 +11,31 @@
 
 namespace fastattn {
 
+// All tables that a build may have.
 namespace baseline {
 extern const KernelTable table;
 }
-#if FASTATTN_HAVE_AVX2
 namespace avx2 {
 extern const KernelTable table;
 }
-#endif
-#if FASTATTN_HAVE_AVX512
 namespace avx512 {
 extern const KernelTable table;
 }
-#endif
-#if FASTATTN_HAVE_AVX512_BF16
 namespace avx512_bf16 {
 extern const KernelTable table;
 }
-#endif
-#if FASTATTN_HAVE_ARMV8_6
 namespace armv8_6 {
 extern const KernelTable table;
 }
-#endif
-#if FASTATTN_HAVE_AMX_BF16
 namespace amx_bf16 {
 extern const KernelTable table;
 }
-#endif
-#if FASTATTN_HAVE_AVX512_BF16_EMULATED
 namespace avx512_bf16_emulated {
 extern const KernelTable table;
 }
-#endif
-#if FASTATTN_HAVE_AMX_BF16_EMULATED
 namespace amx_bf16_emulated {
 extern const KernelTable table;
 }
-#endif
 
 namespace {
 

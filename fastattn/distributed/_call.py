@@ -12,7 +12,6 @@ from torch import Tensor
 from fastattn import checks, masks
 from fastattn._seed import draw_seed
 from fastattn.backends.primitives import AttentionOptions
-from fastattn.checks import default_scale
 from fastattn.distributed._dtensor import refuse_dtensors
 from fastattn.distributed._peers import OP
 from fastattn.distributed.layout import Layout, Run
@@ -140,34 +139,22 @@ def _sizes(x: Tensor) -> list[int | str]:
     return [batch, heads, "L", width]
 
 
-def checked(
-    query: Any,
-    key: Any,
-    value: Any,
-    method: Any,
-    layout: Any,
-    attn_mask: Any,
-    mask: Any,
-    is_causal: Any,
-    window: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    cu_seqlens: Any,
-    dropout_p: Any,
-    generator: Any,
-    scale: Any,
-    enable_gqa: Any,
-) -> Call:
-    """Run the checks that need no other rank; return the arguments in the form of the primitive."""
-    local_only = {"layout": layout, "attn_mask": attn_mask, "alibi_slopes": alibi_slopes}
-    refuse_dtensors(OP, **local_only, sinks=sinks, cu_seqlens=cu_seqlens)
+def checked(args: Any) -> Call:
+    """Run the checks that need no other rank; return the arguments in the form of the primitive.
+
+    ``args`` has the arguments of :func:`fastattn.distributed.attention`.
+    """
+    query, key, value, layout, method = args.query, args.key, args.value, args.layout, args.method
+    slopes, sinks, sequences = args.alibi_slopes, args.sinks, args.cu_seqlens
+    attn_mask, mask = args.attn_mask, args.mask
+    local_only = {"layout": layout, "attn_mask": attn_mask, "alibi_slopes": slopes}
+    refuse_dtensors(OP, **local_only, sinks=sinks, cu_seqlens=sequences)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise checks.wrong_type(OP, name, x, "Tensor")
         checks.check_tensor(OP, name, x, "[B, H, L, D]", 4, query.device)
-    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        checks.check_flag(OP, name, flag)
+    for name in ("is_causal", "enable_gqa"):
+        checks.check_flag(OP, name, getattr(args, name))
     for name, choice, allowed in (("method", method, METHODS), ("layout", layout, LAYOUTS)):
         if isinstance(choice, str) and choice not in allowed:
             raise ValueError(f"{OP}: {name} must be one of {', '.join(allowed)}, got {choice!r}")
@@ -175,11 +162,12 @@ def checked(
         raise checks.wrong_type(OP, "method", method, "str")
     if not isinstance(layout, (str, Tensor, Layout)):
         raise checks.wrong_type(OP, "layout", layout, "str, Tensor or Layout")
-    dropout_p = checks.check_dropout(OP, dropout_p)
-    if generator is not None:
-        checks.check_generator(OP, generator, query.device)
-    left, right = (-1, -1) if window is None else checks.check_window(OP, window)
-    if attn_mask is not None and is_causal:
+    dropout_p = checks.check_dropout(OP, args.dropout_p)
+    if args.generator is not None:
+        checks.check_generator(OP, args.generator, query.device)
+    of_scores = (args.scale, args.softcap, args.window, args.is_causal)
+    scores = checks.score_options(OP, query, *of_scores)
+    if attn_mask is not None and args.is_causal:
         raise RuntimeError(
             f"{OP}: Explicit attn_mask should not be set when is_causal=True; "
             "window=(-1, 0) adds the causal exclusion to a mask"
@@ -187,7 +175,7 @@ def checked(
     query, key, value = checks.autocast(query, key, value)
     checks.check_dtypes(OP, query, key, value)
     checks.check_widths(OP, query, key)
-    _check_shapes(query, key, value, enable_gqa)
+    _check_shapes(query, key, value, args.enable_gqa)
     if isinstance(layout, Tensor) and layout.shape != (query.shape[2],):
         raise ValueError(
             f"{OP}: layout must have the position of each of the {query.shape[2]} rows, "
@@ -201,31 +189,21 @@ def checked(
     batch, heads = query.shape[:2]
     if mask is not None:
         mask = masks.dense_mask(OP, mask)
-    if cu_seqlens is not None:
-        cu_seqlens = _check_sequences(cu_seqlens, query)
-        documents = masks.document(_sequence_of_positions(cu_seqlens))
+    if sequences is not None:
+        sequences = _check_sequences(sequences, query)
+        # The index of the sequence of every position, [L].
+        documents = masks.document(torch.repeat_interleave(sequences.diff()))
         mask = documents if mask is None else mask & documents
     if attn_mask is not None:
         attn_mask = _fold_mask(attn_mask, query)
-    if alibi_slopes is not None:
-        alibi_slopes = checks.fold_slopes(OP, alibi_slopes, query, heads, batch)
+    if slopes is not None:
+        slopes = checks.fold_slopes(OP, slopes, query, heads, batch)
     if sinks is not None:
         sinks = checks.check_sinks(OP, sinks, query, heads)
-    options = AttentionOptions(
-        scale=default_scale(query.shape[3]) if scale is None else _real(scale),
-        window_left=left,
-        window_right=0 if is_causal else right,
-        softcap=0.0 if softcap is None else checks.check_softcap(OP, softcap, query.dtype),
-        dropout_p=dropout_p,
-    )
-    seed = draw_seed(query.device, generator) if dropout_p > 0 else None
-    tensors = (query, key, value, attn_mask, alibi_slopes, sinks)
-    return Call(*tensors, mask, cu_seqlens, options, seed, method, layout)
-
-
-def _real(scale: Any) -> float:
-    """The scale as a number, or TypeError."""
-    return checks.check_real(OP, "scale", scale)
+    options = AttentionOptions(**scores, dropout_p=dropout_p)
+    seed = draw_seed(query.device, args.generator) if dropout_p > 0 else None
+    tensors = (query, key, value, attn_mask, slopes, sinks)
+    return Call(*tensors, mask, sequences, options, seed, method, layout)
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
@@ -251,11 +229,6 @@ def _check_sequences(cu_seqlens: Any, query: Tensor) -> Tensor:
             f"{OP}: cu_seqlens must begin with 0 and not decrease, got {starts.tolist()}"
         )
     return starts
-
-
-def _sequence_of_positions(starts: Tensor) -> Tensor:
-    """The index of the sequence of every position, [L]."""
-    return torch.repeat_interleave(starts.diff())
 
 
 def _fold_mask(mask: Any, query: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastattn import checks, masks
 from fastattn._untraced import untraced
+from fastattn.call import with_arguments_of
 from fastattn.distributed._agree import gather
 from fastattn.distributed._allgather import gathered_attention
 from fastattn.distributed._call import Call, checked
@@ -128,13 +129,14 @@ def attention(
     local, group, restored = local_parts(OP, group, rows, {})
     query, key, value = local.values()
     peers = Peers(process_group(group))
-    biases = (alibi_slopes, sinks, cu_seqlens)
-    options = (method, layout, attn_mask, mask, is_causal, window, softcap, *biases)
 
     def prepare() -> tuple[Call, Callable[[], Mapping[str, str]], tuple[int, ...]]:
         """Check this rank's arguments; also return options and numbers to compare."""
         checks.check_flag(OP, "return_lse", return_lse)
-        call = checked(query, key, value, *options, dropout_p, generator, scale, enable_gqa)
+        call = _checked(
+            *(query, key, value, group, method, layout, attn_mask, mask, is_causal, window),
+            *(softcap, alibi_slopes, sinks, cu_seqlens, dropout_p, generator, scale, enable_gqa),
+        )
         seed = 0 if call.seed is None else int(call.seed)
         return call, call.compared, (call.query.shape[2], call.key.shape[2], call.columns, seed)
 
@@ -146,6 +148,9 @@ def attention(
     results = (out, lse if out.dtype is torch.float64 else lse.float())
     results = (restored(out, 2), restored(results[1], 2))
     return results if return_lse else results[0]
+
+
+_checked = with_arguments_of(attention, checked)
 
 
 def _with_layouts(call: Call, peers: Peers, every: list[list[int]], check: bool) -> Call:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fastattn.call import with_seed
 from fastattn.compat import stock_attention
 from fastattn.integrations._registration import lock
-from fastattn.ops.sdpa import complete, planned, plans, prepare
+from fastattn.ops.sdpa import keep, planned, plans, prepare
 
 __all__ = ["Activation", "activate"]
 
@@ -151,9 +151,10 @@ def _attend(
     except (NotImplementedError, RuntimeError, TypeError, ValueError):
         _check_lengths(key, value)
         return None  # PyTorch accepts the call, or raises its own error
-    result: Tensor = folding.restore(
-        complete(signature, tensors, operator, with_seed(operator, call))[0]
-    )
+    call = with_seed(operator, call)
+    plan = keep(signature, operator, call, tensors)
+    results = operator(*call) if plan is None else plan.all(call[:-1], call[-1])
+    result: Tensor = folding.restore(results[0])
     return result
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from fastattn.compat import mha_is_batched
 from fastattn.masks import Mask
 from fastattn.nn._cache import KeyValueCache
-from fastattn.nn.mha import MultiheadAttention, keep_forward_called
+from fastattn.nn.mha import MultiheadAttention, Options, keep_forward_called
 
 
 class LayerAttention(MultiheadAttention):
@@ -41,10 +41,9 @@ class LayerAttention(MultiheadAttention):
         if self._context is not None:
             self._check_call(query, need_weights, cache)
         batched = mha_is_batched(query, key, value, key_padding_mask, None, self.num_heads)
-        masks, weight_options = (key_padding_mask, attn_mask), (need_weights, average_attn_weights)
-        return self._general(
-            query, key, value, *masks, is_causal, *weight_options, batched, cache, mask
-        )
+        flags = (is_causal, need_weights, average_attn_weights)
+        call = Options(key_padding_mask, attn_mask, mask, *flags)
+        return self._general(query, key, value, call, batched, cache)
 
 
 def into_layer_attention(attention: nn.MultiheadAttention) -> None:

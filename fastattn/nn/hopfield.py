@@ -312,7 +312,14 @@ class _Wrapper(nn.Module):
         """A learned input, [1, quantity, width] or [quantity, 1, width]."""
         leading = (1, self.quantity) if self.hopfield.batch_first else (self.quantity, 1)
         factory = {"device": options.get("device"), "dtype": options.get("dtype")}
-        return nn.Parameter(torch.empty(*leading, width, **factory), requires_grad=trainable)
+        learned = torch.empty(*leading, width, **factory)
+        return nn.Parameter(nn.init.normal_(learned, std=0.02), requires_grad=trainable)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters again."""
+        self.hopfield.reset_parameters()
+        for learned in self.parameters(recurse=False):
+            nn.init.normal_(learned, std=0.02)
 
     def _inputs(self, input: Any) -> tuple[Tensor, Tensor, Tensor]:
         """The inputs of the inner module: (stored, state, projection)."""
@@ -380,12 +387,6 @@ class HopfieldPooling(_Wrapper):
         width = core.head_dim if core.query_as_static else core.embed_dim
         width = input_size if width is None else width
         self.pooling_weights = self._learned(width, trainable, options)
-        nn.init.normal_(self.pooling_weights, std=0.02)
-
-    def reset_parameters(self) -> None:
-        """Draw all parameters again."""
-        self.hopfield.reset_parameters()
-        nn.init.normal_(self.pooling_weights, std=0.02)
 
     def _inputs(self, input: _Input) -> tuple[Tensor, Tensor, Tensor]:
         """The learned states are the state patterns."""
@@ -452,18 +453,6 @@ class HopfieldLayer(_Wrapper):
             value_width = options.get("pattern_projection_size")
             value_width = width if value_width is None else value_width
             self.target_weights = self._learned(value_width, lookup_targets_as_trainable, options)
-        self._draw()
-
-    def reset_parameters(self) -> None:
-        """Draw all parameters again."""
-        self.hopfield.reset_parameters()
-        self._draw()
-
-    def _draw(self) -> None:
-        """Initialise the learned patterns."""
-        for learned in (self.lookup_weights, self.target_weights):
-            if learned is not None:
-                nn.init.normal_(learned, std=0.02)
 
     def _inputs(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The learned patterns are stored; the input holds the states."""

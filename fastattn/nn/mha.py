@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,17 @@ def keep_forward_called(module: torch.nn.Module, args: Any) -> None:
     attention to a fused operator of PyTorch. It then never calls ``self_attn.forward``, whatever
     its class, unless a submodule has a hook.
     """
+
+
+class Options(NamedTuple):
+    """The masks and flags of a call, under the names of its arguments."""
+
+    key_padding_mask: Tensor | None  # [N, S]
+    attn_mask: Tensor | None  # [L, S] or [N·H, L, S]
+    mask: Mask | None
+    is_causal: bool
+    need_weights: bool
+    average_attn_weights: bool
 
 
 class MultiheadAttention(_Stock, ContextParallel):
@@ -199,10 +210,9 @@ class MultiheadAttention(_Stock, ContextParallel):
                 result = self_attention(self, query, key_padding_mask, causal)
                 if result is not None:
                     return result, None
-        hidden, weight_options = (key_padding_mask, attn_mask), (need_weights, average_attn_weights)
-        return self._general(
-            query, key, value, *hidden, is_causal, *weight_options, batched, mask=mask
-        )
+        flags = (is_causal, need_weights, average_attn_weights)
+        options = Options(key_padding_mask, attn_mask, mask, *flags)
+        return self._general(query, key, value, options, batched)
 
     def __prepare_scriptable__(self) -> None:
         """Called by ``torch.jit.script``."""
@@ -216,14 +226,9 @@ class MultiheadAttention(_Stock, ContextParallel):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-        need_weights: bool,
-        average_weights: bool,
+        options: Options,
         batched: bool,
         cache: KeyValueCache | None = None,
-        mask: Mask | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Input projections, attention and output projection, for tensors of any size.
 
@@ -234,7 +239,8 @@ class MultiheadAttention(_Stock, ContextParallel):
         batch_dim = 0 if self.batch_first or not batched else 1
         if not batched:
             query, key, value = _add_batch(query, key, value)
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
+            if options.key_padding_mask is not None:
+                options = options._replace(key_padding_mask=options.key_padding_mask[None])
         self._check_shapes(query, key, value, batch_dim)
         if cache is None:
             q, k, v = project(self, query, key, value, batch_dim)
@@ -244,18 +250,8 @@ class MultiheadAttention(_Stock, ContextParallel):
         else:
             q = project_query(self, query, batch_dim)
             k, v = cache.kept(lambda: project(self, query, key, value, batch_dim)[1:])
-        out, weights = self._attend(
-            q,
-            k,
-            v,
-            key_padding_mask,
-            attn_mask,
-            is_causal,
-            bool(need_weights),
-            bool(average_weights),
-            "upper_left" if cache is None else "bottom_right",
-            mask,
-        )
+        alignment = "upper_left" if cache is None else "bottom_right"
+        out, weights = self._attend(q, k, v, options, alignment)
         network = compat.children_of(self).get("head_network")  # from `nonlinear_heads`
         if network is not None:
             out = network(out)
@@ -270,15 +266,11 @@ class MultiheadAttention(_Stock, ContextParallel):
         q: Tensor,  # [N, H, L, D]
         k: Tensor,  # [N, H, S, D]
         v: Tensor,  # [N, H, S, D]
-        key_padding_mask: Tensor | None,  # [N, S]
-        attn_mask: Tensor | None,  # [L, S] or [N·H, L, S]
-        is_causal: bool,
-        need_weights: bool,
-        average_weights: bool,
-        causal_alignment: str = "upper_left",
-        block_mask: Mask | None = None,
+        options: Options,
+        causal_alignment: str,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention between the projections: out [N, H, L, D], weights [N, (H,) L, S'] or None."""
+        key_padding_mask, attn_mask, block_mask, is_causal, need_weights, average = options
         dropout_p = self.dropout if self.training else 0.0
         if need_weights and dropout_p > 1:  # without weights, attention raises PyTorch's error
             raise ValueError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
@@ -314,8 +306,8 @@ class MultiheadAttention(_Stock, ContextParallel):
             relative_bias=None if relative_bias is None else relative_bias(),
             mask=block_mask,
             causal_alignment=causal_alignment,
-            need_weights=need_weights,
-            average_weights=need_weights and average_weights,
+            need_weights=bool(need_weights),
+            average_weights=bool(need_weights and average),
         )
         return result if need_weights else (result, None)
 

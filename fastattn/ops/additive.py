@@ -98,7 +98,8 @@ def additive_attention(
     if query is not call[0]:  # a query without a batch has no plan
         signature = None
     call = with_seed(operator, call)
-    out, weights = plans.complete(signature, operator, call, tensors[:5], tensors)
+    plan = plans.keep(signature, operator, call, tensors[:5], tensors)
+    out, weights = operator(*call) if plan is None else plan.all(call[:-1], call[-1])
     if query.ndim == 2:
         out, weights = out[0], weights[0] if need_weights else weights
     return (out, weights) if need_weights else out

@@ -82,7 +82,8 @@ def encode_memory(
         factors = _factors(encoding, tokens.shape[-1], weight)
         return plan.all((tokens, weight, factors, temporal))
     operator, call = prepare(tokens, weight, encoding, temporal, padding_idx, sparse)
-    out = plans.complete(signature, operator, call, (tokens, weight, None, temporal))
+    plan = plans.keep(signature, operator, call, (tokens, weight, None, temporal))
+    out = operator(*call) if plan is None else plan.all(call[:-1], call[-1])
     out = out.squeeze(0)  # [B, G, N, D]
     return out.squeeze(1) if weight.ndim == 2 else out
 

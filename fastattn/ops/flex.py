@@ -173,7 +173,8 @@ def _attend(
         if any(x is not y for x, y in zip(call, given, strict=False)):
             signature = None
         originals, inputs = (*given, None, None, None), (*given, data)
-        results = plans.complete(signature, attention, call, originals, inputs)
+        plan = plans.keep(signature, attention, call, originals, inputs)
+        results = attention(*call) if plan is None else plan.all(call[:-1], call[-1])
         results = results if wants_lse else results[0]
     if not wants_lse:
         return results

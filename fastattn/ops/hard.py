@@ -98,9 +98,8 @@ def hard_attention(
         noise = -torch.log(noise.exponential_(generator=generator))
     chance = _added(attn_mask, noise)
     columns = key.detach().new_zeros(1).to(wide).expand(*key.shape[:-1], 1)
-    weights = scaled_dot_product_attention(
-        q, k, columns, _detached(chance), scale=scale, need_weights=True
-    )[1]
+    chance = None if chance is None else chance.detach()
+    weights = scaled_dot_product_attention(q, k, columns, chance, scale=scale, need_weights=True)[1]
     if scores[-1] == 0:
         chosen, seen = None, weights.new_zeros(scores[:-1], dtype=torch.bool)
         lost = seen
@@ -163,10 +162,6 @@ def _added(mask: Tensor | None, noise: Tensor | None, temperature: float = 1.0) 
     if mask.dtype == torch.bool:
         return torch.where(mask, noise / temperature, -math.inf)
     return (mask + noise) / temperature
-
-
-def _detached(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.detach()
 
 
 def _check(query: Any, key: Any, value: Any, estimator: Any, temperature: Any) -> None:

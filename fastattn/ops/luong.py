@@ -116,8 +116,8 @@ def luong_attention(
             kept = torch.nn.functional.dropout(ones, dropped)
         call = (query, key, value, center, key_padding_mask, kept)
         if plan is None:
-            arguments = (*call, options)
-            out, near = plans.complete(signature, local_attention, arguments, (), tensors)
+            plan = plans.keep(signature, local_attention, (*call, options), (), tensors)
+            out, near = local_attention(*call, options) if plan is None else plan.all(call)
         elif need_weights:
             out, near = plan.all(call)
         else:

@@ -107,8 +107,9 @@ def memory_hop_attention(
         except ValueError:  # the complete path raises a message that names the argument
             pass
     biases = (hop_proj, memory_mask, memory_bias)
-    operator, arguments = prepare(query, in_memory, out_memory, hops, *biases, *options[1:])
-    out, _, _, weights = plans.complete(signature, operator, arguments, tensors)
+    operator, call = prepare(query, in_memory, out_memory, hops, *biases, *options[1:])
+    plan = plans.keep(signature, operator, call, tensors)
+    out, _, _, weights = operator(*call) if plan is None else plan.all(call[:-1], call[-1])
     if query.shape[-1] == 0:
         out = out[..., :0]
     return (out, weights) if need_weights else out
@@ -137,7 +138,9 @@ def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
     query, in_memory = _cast("query", query), _cast("in_memory", in_memory)
     out_memory = None if out_memory is None else _cast("out_memory", out_memory)
     hop_proj = None if hop_proj is None else _cast("hop_proj", hop_proj)
-    _check_query(query)
+    checks.check_floating(f"{_NAME}: query", query)
+    if query.ndim not in (2, 3):
+        raise ValueError(f"{_NAME}: query must be [B, D] or [B, Q, D], got shape {shape_of(query)}")
     memories = hops + 1 if out_memory is None else hops
     _check_memory("in_memory", in_memory, query, memories, "hops + 1" if out_memory is None else "")
     if out_memory is not None:
@@ -198,12 +201,6 @@ def _cast(name: str, x: Tensor) -> Tensor:
     return checks.autocast(x)[0]
 
 
-def _check_query(query: Tensor) -> None:
-    checks.check_floating(f"{_NAME}: query", query)
-    if query.ndim not in (2, 3):
-        raise ValueError(f"{_NAME}: query must be [B, D] or [B, Q, D], got shape {shape_of(query)}")
-
-
 def _check_memory(name: str, memory: Tensor, query: Tensor, hops: int, what: str = "") -> None:
     checks.check_alike(f"{_NAME}: {name}", memory, "query", query)
     if memory.ndim not in (3, 4):
@@ -258,7 +255,7 @@ def _per_hop(name: str, x: Tensor, query: Tensor, hops: int, rows: int) -> Tenso
     if 1 <= x.ndim <= len(batch) + 2:
         x = of_four_dimensions(x, query)
     four = (*batch, hops, rows) if len(batch) == 2 else (*batch, 1, hops, rows)
-    if x.ndim != 4 or original.ndim > len(batch) + 2 or not _expands_to(x.shape, four):
+    if x.ndim != 4 or original.ndim > len(batch) + 2 or not checks.expands_to(x.shape, four):
         names = "[N], [B, N] or [B, K, N]"
         if len(batch) == 2:
             names = "[N], [B, N], [B, Q, N] or [B, Q, K, N]"
@@ -272,10 +269,6 @@ def _per_hop(name: str, x: Tensor, query: Tensor, hops: int, rows: int) -> Tenso
 
 def _sizes(batch: Sequence[int], hops: int, rows: int) -> list[tuple[str, int]]:
     return [*zip("BQ", batch), ("K", hops), ("N", rows)]  # noqa: B905  (see checks.expands_to)
-
-
-def _expands_to(shape: Sequence[int], target: Sequence[int]) -> bool:
-    return not [n for n, m in zip(shape, target, strict=True) if n != 1 and n != m]
 
 
 # --- memories that the batch shares -------------------------------------------------------------

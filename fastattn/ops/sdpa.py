@@ -188,8 +188,9 @@ def scaled_dot_product_attention(
         *(causal_alignment, generator, *flags),
     )
     call = with_seed(operator, call, generator)
+    plan = keep(signature, operator, call, (*tensors, *tables))
     # Jagged tensors have no weights.
-    out, lse, *weights = complete(signature, (*tensors, *tables), operator, call)
+    out, lse, *weights = operator(*call) if plan is None else plan.all(call[:-1], call[-1])
     out = folding.restore(out)
     if not return_lse and not need_weights:
         return out
@@ -201,20 +202,21 @@ def scaled_dot_product_attention(
     return tuple(results)
 
 
-def complete(
-    signature: bytes | None, tensors: tuple[Any, ...], operator: Operator, call: tuple[Any, ...]
-) -> Any:
-    """All results of a call that the complete path prepared, and keep its plan.
+def keep(
+    signature: bytes | None, operator: Operator, call: tuple[Any, ...], tensors: tuple[Any, ...]
+) -> Plan | None:
+    """Keep and return the plan of a call that the complete path prepared.
 
     Calls whose dimensions were folded, or whose heads were repeated, have no plan. The query may be
     another one: with ``content_bias`` added.
     """
-    if signature is not None:
-        _, key, value, *_ = tensors
-        if call[0].shape != tensors[0].shape or call[1] is not key or call[2] is not value:
-            signature = None
-    in_order = (None, *tensors[1:5], None, tensors[5])
-    return plans.complete(signature, operator, call, in_order, tensors)
+    query, key, value, mask, slopes, sinks, *_ = tensors
+    if signature is None or call[0].shape != query.shape:
+        return None
+    if call[1] is not key or call[2] is not value:
+        return None
+    in_order = (None, key, value, mask, slopes, None, sinks)
+    return plans.keep(signature, operator, call, in_order, tensors)
 
 
 def planned(
@@ -267,7 +269,8 @@ def _prepare(
         return _jagged.prepare(args)
     query, key, value = args.query, args.key, args.value
     _check_tensors(query, key, value)
-    _check_flags(args)
+    for name in _FLAGS:
+        checks.check_flag(_NAME, name, getattr(args, name))
     dropout_p, attn_mask = args.dropout_p, args.attn_mask
     is_causal, causal_alignment = args.is_causal, args.causal_alignment
     if dropout_p != 0.0 or type(dropout_p) is not float:
@@ -486,11 +489,6 @@ def _fold_leading(x: Tensor, kept: int, batch: tuple[int, ...]) -> Tensor:
     if all(n == 1 for n in x.shape[:-kept]):
         return x.reshape(1, *rows)
     return x.expand(*batch, *rows).reshape(math.prod(batch), *rows)
-
-
-def _check_flags(args: Any) -> None:
-    for name in _FLAGS:
-        checks.check_flag(_NAME, name, getattr(args, name))
 
 
 def _check_combinations(args: Any, attn_mask: Any, is_causal: bool, alignment: Any) -> None:

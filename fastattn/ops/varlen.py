@@ -137,7 +137,8 @@ def varlen_attention(
     call = with_seed(operator, call, generator)
     # The query may have content_bias added.
     in_order = (None, key, value, None, None, alibi_slopes, None, sinks)
-    out, lse = plans.complete(signature, operator, call, in_order, (*tensors, *tables))
+    plan = plans.keep(signature, operator, call, in_order, (*tensors, *tables))
+    out, lse = operator(*call) if plan is None else plan.all(call[:-1], call[-1])
     if not return_lse:
         return out
     return out, lse if out.dtype is torch.float64 else lse.float()

@@ -4,6 +4,7 @@
 // row each and are computed once per tile. A pair then costs a few multiplications and half a
 // reciprocal for each a: two reciprocals come from one,  1/x = y / (x y)  and  1/y = x / (x y).
 #pragma once
+#include "columns.h"
 #include "product.h"
 #include "scores.h"
 
@@ -175,13 +176,7 @@ __global__ void __launch_bounds__(kAdditiveThreads, 2)
   float* scores = p.scores + row * p.Lk;
   float m = minus_infinity();
   for (int j = lane; j < keys; j += 32) m = fmaxf(m, scores[j]);
-  FASTATTN_UNROLL
-  for (int n = 16; n > 0; n /= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, n));
-  auto sum_of_warp = [](float x) {
-    FASTATTN_UNROLL
-    for (int n = 16; n > 0; n /= 2) x += __shfl_xor_sync(0xffffffffu, x, n);
-    return x;
-  };
+  m = max_of_warp(m);
   float l = 0.0f;
   for (int j = lane; j < keys; j += 32)
     if (scores[j] != minus_infinity()) l += exp2_approx((scores[j] - m) * kLog2e);

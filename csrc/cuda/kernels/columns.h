@@ -1,10 +1,26 @@
-// Sums of rows. The lanes of a warp form groups of `lanes` neighbours, a power of two. Each group
-// takes a row, and each lane of it some chunks of kN columns.
+// Reductions over the lanes of a warp, and sums of rows. For the latter the lanes form groups of
+// `lanes` neighbours, a power of two. Each group takes a row, and each lane of it some chunks of kN
+// columns.
 #pragma once
 #include "vector.h"
 
 namespace fastattn {
 namespace cuda {
+
+// The sum over all lanes of a warp, in every lane.
+template <class Number>
+FASTATTN_DEVICE Number sum_of_warp(Number x) {
+  FASTATTN_UNROLL
+  for (int n = 16; n > 0; n /= 2) x += __shfl_xor_sync(0xffffffffu, x, n);
+  return x;
+}
+
+// The largest x of a warp, in every lane.
+FASTATTN_DEVICE float max_of_warp(float x) {
+  FASTATTN_UNROLL
+  for (int n = 16; n > 0; n /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, n));
+  return x;
+}
 
 // The number of lanes per row: one per chunk of kN columns, rounded up to a power of two, at most a
 // warp.

@@ -24,8 +24,7 @@ __global__ void __launch_bounds__(kHopThreads, 4)
   const int64_t first = int64_t(blockIdx.x) * p.together;
   auto sums = reinterpret_cast<double*>(room.few);  // [warps]
   const auto sum_of_block = [&](double x) {
-    FASTATTN_UNROLL
-    for (int n = 16; n > 0; n /= 2) x += __shfl_xor_sync(0xffffffffu, x, n);
+    x = sum_of_warp(x);
     __syncthreads();
     if (lane == 0) sums[warp] = x;
     __syncthreads();

@@ -160,8 +160,7 @@ struct Hops {
   // The sum, or the maximum, of one number per thread. `room` is shared memory, [warps]. Two
   // barriers.
   FASTATTN_DEVICE float sum_of_block(float* room, float x) const {
-    FASTATTN_UNROLL
-    for (int n = 16; n > 0; n /= 2) x += __shfl_xor_sync(0xffffffffu, x, n);
+    x = sum_of_warp(x);
     __syncthreads();
     if (lane == 0) room[warp] = x;
     __syncthreads();
@@ -172,8 +171,7 @@ struct Hops {
   }
   // The largest x of all threads; `room` [kHopWarps] is in shared memory.
   FASTATTN_DEVICE float most_of_block(float* room, float x) const {
-    FASTATTN_UNROLL
-    for (int n = 16; n > 0; n /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, n));
+    x = max_of_warp(x);
     __syncthreads();
     if (lane == 0) room[warp] = x;
     __syncthreads();

@@ -1,6 +1,7 @@
 // Runs before the backward pass and before the weights, which need no delta. Computes hi, lo, delta
 // = dO . O and rest = -d lse of every query, one warp per query.
 #pragma once
+#include "columns.h"
 #include "mask_program.h"
 #include "sdpa_pairs.h"
 #include "softmax.h"
@@ -9,20 +10,6 @@ namespace fastattn {
 namespace cuda {
 
 constexpr int kRowsThreads = 128;
-
-// The sum over all lanes of a warp, in every lane.
-FASTATTN_DEVICE float sum_of_warp(float x) {
-  FASTATTN_UNROLL
-  for (int n = 16; n > 0; n /= 2) x += __shfl_xor_sync(0xffffffffu, x, n);
-  return x;
-}
-
-// The largest x of a warp, in every lane.
-FASTATTN_DEVICE float max_of_warp(float x) {
-  FASTATTN_UNROLL
-  for (int n = 16; n > 0; n /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, n));
-  return x;
-}
 
 // Whether the sink of query i has all the weight: no key is visible, or the sink is inf. Called by
 // one warp. Masks and biases are read only if lse alone does not decide.

@@ -7,6 +7,8 @@ gradients, and none of size Tq x Tk x A.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -20,6 +22,8 @@ from fastattn.backends.triton._core import (
     in_window,
     load_pairs,
     load_rows,
+    matrix_tile,
+    row_tile,
     start_softmax,
     store_rows,
     tanh,
@@ -29,35 +33,34 @@ from fastattn.backends.triton._core import (
 )
 
 
+class Columns(NamedTuple):
+    """The float32 operands of the scores."""
+
+    p_q: Any  # [B, A, Tq]
+    p_k: Any  # [B, A, Tk]
+    p_v: Any  # [A]
+    p_bias: Any  # [A] or None
+
+
 @triton.jit
-def _sum(b_q, b_k, p_bias, a):
+def _sum(b_q, b_k, x, a):
     """q + k + bias of a tile; q + k first, so that large q and k cancel without rounding."""
-    x = b_q[:, None] + b_k[None, :]
-    return x if p_bias is None else x + tl.load(p_bias + a)
+    total = b_q[:, None] + b_k[None, :]
+    return total if x.p_bias is None else total + tl.load(x.p_bias + a)
 
 
 @triton.jit
-def _scores(
-    p_q,  # [A, Tq] of one sequence
-    p_k,  # [A, Tk]
-    p_v,  # [A]
-    p_bias,  # [A] or None
-    seq,
-    row,
-    first,
-    width,
-    o,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-):
+def _scores(x, seq, row, first, width, o, BM: tl.constexpr, BN: tl.constexpr):
     """Return the scores [BM, BN], -inf where excluded, and the visible pairs."""
     o_m = row + tl.arange(0, BM)
     o_n = first + tl.arange(0, BN)
+    p_q = x.p_q + seq.i_b * width * o.q_len
+    p_k = x.p_k + seq.i_b * width * o.k_len
     e = tl.zeros([BM, BN], tl.float32)
     for a in range(width):
         b_q = tl.load(p_q + a * o.q_len + o_m, mask=o_m < o.q_len, other=0.0)
         b_k = tl.load(p_k + a * o.k_len + o_n, mask=o_n < o.k_len, other=0.0)
-        e += tl.load(p_v + a) * tanh(_sum(b_q, b_k, p_bias, a))
+        e += tl.load(x.p_v + a) * tanh(_sum(b_q, b_k, x, a))
     visible = in_window(o_m, o_n, seq, o)
     if o.bool_mask is not None:
         visible = visible & (load_pairs(o.bool_mask, seq, 0, row, first, 0, BM, BN) != 0)
@@ -70,10 +73,7 @@ def _scores(
 
 @triton.jit
 def additive_forward(
-    p_q,  # [B, A, Tq]
-    p_k,  # [B, A, Tk]
-    p_v,  # [A]
-    p_bias,  # [A] or None
+    x,
     value,  # [B, 1, Tk, Dv]
     o,
     out,  # [B, 1, Tq, Dv]
@@ -86,12 +86,8 @@ def additive_forward(
     BN: tl.constexpr,
 ):
     """out = softmax(e) @ value for one tile of queries, and the softmax itself if requested."""
-    tiles = tl.cdiv(o.q_len, BM)
-    row = tl.program_id(0) % tiles * BM
-    i_b = (tl.program_id(0) // tiles).to(tl.int64)
+    i_b, row = row_tile(o.q_len, BM)
     seq = batch_sequence(o, i_b)
-    p_q += i_b * width * o.q_len
-    p_k += i_b * width * o.k_len
     o_m = row + tl.arange(0, BM)
     m_m = o_m < o.q_len
     m, l, acc = start_softmax(BM, BDV)
@@ -99,7 +95,7 @@ def additive_forward(
     lo, full_lo, full_hi, hi = visible_keys(row, last, seq, o, BN)
     for first in range(0, hi, BN):
         o_n = first + tl.arange(0, BN)
-        e, visible = _scores(p_q, p_k, p_v, p_bias, seq, row, first, width, o, BM, BN)
+        e, visible = _scores(x, seq, row, first, width, o, BM, BN)
         m, l, p, shrink = update_softmax(m, l, e, LOG2E, o)
         if o.p_seed is not None:
             p = tl.where(dropout_keep(seq, 0, o_m, first, o, BM, BN), p, 0.0)
@@ -114,7 +110,7 @@ def additive_forward(
         top = tl.where(m == -INF, 0.0, m)
         for first in range(0, o.k_len, BN):
             o_n = first + tl.arange(0, BN)
-            e, visible = _scores(p_q, p_k, p_v, p_bias, seq, row, first, width, o, BM, BN)
+            e, visible = _scores(x, seq, row, first, width, o, BM, BN)
             w = tl.exp2((e - top[:, None]) * LOG2E) * share[:, None]
             if o.p_seed is not None:
                 w = tl.where(dropout_keep(seq, 0, o_m, first, o, BM, BN), w, 0.0)
@@ -125,10 +121,7 @@ def additive_forward(
 
 @triton.jit
 def additive_scores(
-    p_q,
-    p_k,
-    p_v,
-    p_bias,
+    x,
     o,
     p_scores,  # [B, Tq, Tk] float32
     width,
@@ -136,16 +129,9 @@ def additive_scores(
     BN: tl.constexpr,
 ):
     """The scores of one tile of pairs, -inf where excluded."""
-    k_tiles = tl.cdiv(o.k_len, BN)
-    q_tiles = tl.cdiv(o.q_len, BM)
-    first = tl.program_id(0) % k_tiles * BN
-    tile_index = tl.program_id(0) // k_tiles
-    row = tile_index % q_tiles * BM
-    i_b = (tile_index // q_tiles).to(tl.int64)
+    i_b, row, first = matrix_tile(o.q_len, o.k_len, BM, BN)
     seq = batch_sequence(o, i_b)
-    p_q += i_b * width * o.q_len
-    p_k += i_b * width * o.k_len
-    e, visible = _scores(p_q, p_k, p_v, p_bias, seq, row, first, width, o, BM, BN)
+    e, visible = _scores(x, seq, row, first, width, o, BM, BN)
     o_m = row + tl.arange(0, BM)
     o_n = first + tl.arange(0, BN)
     p_e = p_scores + (i_b * o.q_len + o_m[:, None]) * o.k_len + o_n[None, :]
@@ -207,9 +193,7 @@ def additive_backward_scores(
     The whole rows are stored, so each sum is taken over the same numbers that it must cancel: a
     first sum, and then a sum of the remainder.
     """
-    tiles = tl.cdiv(o.q_len, BM)
-    row = tl.program_id(0) % tiles * BM
-    i_b = (tl.program_id(0) // tiles).to(tl.int64)
+    i_b, row = row_tile(o.q_len, BM)
     seq = batch_sequence(o, i_b)
     o_m = row + tl.arange(0, BM)
     m_m = o_m < o.q_len
@@ -265,9 +249,7 @@ def additive_backward_value(
     BN: tl.constexpr,
 ):
     """d loss / d value = w.T @ do for one tile of keys."""
-    tiles = tl.cdiv(o.k_len, BN)
-    first = tl.program_id(0) % tiles * BN
-    i_b = (tl.program_id(0) // tiles).to(tl.int64)
+    i_b, first = row_tile(o.k_len, BN)
     seq = batch_sequence(o, i_b)
     o_n = first + tl.arange(0, BN)
     acc = tl.zeros([BN, BDV], tl.float32)
@@ -287,10 +269,7 @@ def additive_backward_value(
 
 @triton.jit
 def additive_backward_column(
-    p_q,
-    p_k,
-    p_v,
-    p_bias,
+    x,
     p_grad,  # [B, Tq, Tk] float32, d loss / d e
     o,
     p_grad_x,  # [B, A, Tq] or [B, A, Tk] float32
@@ -310,7 +289,7 @@ def additive_backward_column(
     tile = tl.program_id(0) % tiles
     i_ba = (tl.program_id(0) // tiles).to(tl.int64)
     i_b = i_ba // width
-    v_a = tl.load(p_v + i_ba % width)
+    v_a = tl.load(x.p_v + i_ba % width)
     total = tl.zeros([BN if OF_KEYS else BM], tl.float32)
     total_v = tl.zeros([BM], tl.float32)
     for step in range(q_tiles if OF_KEYS else k_tiles):
@@ -318,11 +297,11 @@ def additive_backward_column(
         first = (tile if OF_KEYS else step) * BN
         o_m = row + tl.arange(0, BM)
         o_n = first + tl.arange(0, BN)
-        b_q = tl.load(p_q + i_ba * o.q_len + o_m, mask=o_m < o.q_len, other=0.0)
-        b_k = tl.load(p_k + i_ba * o.k_len + o_n, mask=o_n < o.k_len, other=0.0)
+        b_q = tl.load(x.p_q + i_ba * o.q_len + o_m, mask=o_m < o.q_len, other=0.0)
+        b_k = tl.load(x.p_k + i_ba * o.k_len + o_n, mask=o_n < o.k_len, other=0.0)
         de = _load_tile(p_grad, i_b, row, first, o, 0.0, BM, BN)
-        t = tanh(_sum(b_q, b_k, p_bias, i_ba % width))
-        # Selected: x may be NaN in excluded pairs.
+        t = tanh(_sum(b_q, b_k, x, i_ba % width))
+        # Selected: the sum may be NaN in excluded pairs.
         dx = tl.where(de != 0.0, de * (1.0 - t * t), 0.0)
         total += tl.sum(dx, axis=0 if OF_KEYS else 1)
         if p_grad_v is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastattn.backends._alloc import empty_output, summed_to
 from fastattn.backends.primitives import AttentionOptions, DecodeOptions, VarlenOptions
-from fastattn.backends.triton._core import Operand, Options
+from fastattn.backends.triton._core import Gradients, Operand, Options, Statistics
 from fastattn.backends.triton._launch import block_of, launch, operand, plan, precision
 from fastattn.backends.triton._sdpa_backward import (
     attention_backward_key_value,
@@ -82,13 +82,17 @@ class Cotangents(NamedTuple):
     weights: Tensor | None = None  # [B, Hq, Lq, Lk], a dimension of size 1 is repeated
     weight_share: float = 1.0  # of one head's weights in the returned weights
 
-    def operands(self) -> dict[str, Any]:
-        """The arguments of every kernel that describe them."""
-        return {
-            "grad_out": None if self.out is None else _rows(self.out),
-            "grad_weights": None if self.weights is None else pairs(self.weights),
-            "weight_share": self.weight_share,
-        }
+    def operands(self) -> Gradients:
+        """The gradients in the form of the kernels."""
+        lse = self.lse
+        if lse is not None:
+            lse = lse.unsqueeze(3) if lse.ndim == 3 else lse.mT.unsqueeze(2)
+        return Gradients(
+            out=None if self.out is None else _rows(self.out),
+            lse=None if lse is None else _rows(lse),
+            weights=None if self.weights is None else pairs(self.weights),
+            weight_share=self.weight_share,
+        )
 
 
 def attend(call: Attention) -> tuple[Tensor, Tensor]:
@@ -110,24 +114,19 @@ def statistics(
     *,
     exact: bool,
     grad_sinks: Tensor | None = None,
-) -> dict[str, Tensor]:
+) -> Statistics:
     """Return lse in two parts and delta for the next kernels, shaped like lse, in float32.
 
     Writes the share of each row in the gradient of its sink to ``grad_sinks``.
     """
-    high, low, delta = lse.new_empty((3, *lse.shape), dtype=torch.float32)
-    row_statistics = {"p_high": high, "p_low": low, "p_delta": delta}
-    grad_lse = cotangents.lse
-    if grad_lse is not None:
-        grad_lse = grad_lse.unsqueeze(3) if call.query.ndim == 4 else grad_lse.mT.unsqueeze(2)
+    row_statistics = Statistics(*lse.new_empty((3, *lse.shape), dtype=torch.float32))
     call.run(
         attention_statistics,
         "statistics",
         out=_rows(out),
-        **cotangents.operands(),
-        grad_lse=None if grad_lse is None else _rows(grad_lse),
+        g=cotangents.operands(),
         p_lse=lse.contiguous(),
-        **row_statistics,
+        stats=row_statistics,
         p_grad_sinks=grad_sinks,
         EXACT=exact,
     )
@@ -159,7 +158,8 @@ def differentiate(
         cotangents = cotangents._replace(out=out.new_zeros(1).expand(out.shape))
     sink_shares = None if sinks is None else lse.new_zeros(lse.shape, dtype=torch.float32)
     row_statistics = statistics(call, out, lse, cotangents, exact=exact, grad_sinks=sink_shares)
-    arguments = cotangents.operands() | row_statistics
+    gradients = cotangents.operands()._replace(lse=None)  # delta contains it
+    arguments = {"g": gradients, "stats": row_statistics}
     call.run(
         attention_backward_query,
         "backward_query" + call.masked,

@@ -67,6 +67,23 @@ class Options(NamedTuple):
     sinks: Operand | None = None  # of strides b and h
 
 
+class Gradients(NamedTuple):
+    """The gradients of the results of a call; None where there is none."""
+
+    out: Operand | None  # [B, Hq, Lq, Dv]; None: only lse is needed
+    lse: Operand | None  # [B, Hq, Lq, 1]
+    weights: Operand | None  # [B, Hq, Lq, Lk]
+    weight_share: float  # 1 / Hq if the weights were averaged, else 1
+
+
+class Statistics(NamedTuple):
+    """The inputs of the backward kernels for each row, [B, Hq, Lq] float32."""
+
+    p_high: Any  # lse in the unit of the exponent
+    p_low: Any  # the rounding error of p_high
+    p_delta: Any  # delta - glse
+
+
 class Sequence(NamedTuple):
     """The sequence that a program works on."""
 
@@ -119,6 +136,23 @@ def locate(o, OF_KEYS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def row_tile(rows, BLOCK):
+    """Return the matrix of this program and its first row; successive programs share a matrix."""
+    tiles = tl.cdiv(rows, BLOCK)
+    return (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * BLOCK
+
+
+@triton.jit
+def matrix_tile(rows, columns, BM: tl.constexpr, BN: tl.constexpr):
+    """Return the matrix of this program, its first row and its first column."""
+    column_tiles = tl.cdiv(columns, BN)
+    row_tiles = tl.cdiv(rows, BM)
+    tile = tl.program_id(0) // column_tiles
+    first = tl.program_id(0) % column_tiles * BN
+    return (tile // row_tiles).to(tl.int64), tile % row_tiles * BM, first
+
+
+@triton.jit
 def packed_sequence(o, i_b, OF_KEYS: tl.constexpr):
     """Packed sequence i_b; the one after the last has the other queries, or OF_KEYS the keys."""
     q_base, q_len = _extent(o.p_q_starts, i_b, o.batch, o.q_len, not OF_KEYS)
@@ -151,6 +185,14 @@ def first_row(o, seq, i_h):
     else:
         i_row = tl.cast(i_h, tl.int64) * o.q_len + seq.q_base
     return i_row
+
+
+@triton.jit
+def load_statistics(stats, o_rows, m_m):
+    """lse in two parts and delta [BM]; (inf, 0, 0) where ``m_m`` is False."""
+    high = tl.load(stats.p_high + o_rows, mask=m_m, other=INF)
+    low = tl.load(stats.p_low + o_rows, mask=m_m, other=0.0)
+    return high, low, tl.load(stats.p_delta + o_rows, mask=m_m, other=0.0)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from fastattn.backends.triton._core import (
     exponent_unit,
     in_window,
     log_sum_exp,
+    matrix_tile,
     scaled,
     start_softmax,
     start_with_sink,
@@ -219,12 +220,9 @@ def append_rows(
     BN: tl.constexpr,
 ):
     """Append one tile of the new rows of a head to the old ones."""
-    column_tiles = tl.cdiv(width, BN)
-    row_tiles = tl.cdiv(rows, BM)
-    o_d = tl.program_id(0) % column_tiles * BN + tl.arange(0, BN)
-    tile_index = tl.program_id(0) // column_tiles
-    o_l = tile_index % row_tiles * BM + tl.arange(0, BM)
-    i_bh = (tile_index // row_tiles).to(tl.int64)
+    i_bh, begin, first = matrix_tile(rows, width, BM, BN)
+    o_l = begin + tl.arange(0, BM)
+    o_d = first + tl.arange(0, BN)
     i_b = i_bh // heads
     i_h = i_bh % heads
     o_n = tl.load(cache.p_lengths + i_b) + o_l

@@ -21,6 +21,7 @@ from fastattn.backends.triton._core import (
     Operand,
     any_query_sees,
     load_rows,
+    row_tile,
     start_softmax,
     tanh,
     update_softmax,
@@ -46,9 +47,9 @@ class Hops(NamedTuple):
 
 
 @triton.jit
-def _rows_of(i_group, tile, o, BM: tl.constexpr):
+def _rows_of(i_group, first, o, BM: tl.constexpr):
     """The rows of a tile, and whether each of them exists."""
-    o_local = tile * BM + tl.arange(0, BM)
+    o_local = first + tl.arange(0, BM)
     return tl.cast(i_group, tl.int64) * o.group + o_local, o_local < o.group
 
 
@@ -127,9 +128,8 @@ def hops_forward(
     BN: tl.constexpr,
 ):
     """All hops from ``first_hop`` to ``last_hop`` for one tile of queries."""
-    tiles = tl.cdiv(o.group, BM)
-    i_group = (tl.program_id(0) // tiles).to(tl.int64)
-    o_r, m_r = _rows_of(i_group, tl.program_id(0) % tiles, o, BM)
+    i_group, begin = row_tile(o.group, BM)
+    o_r, m_r = _rows_of(i_group, begin, o, BM)
     row = o_r * (2 * o.hops + 1)
     if query is None:
         b_u = _load_state(p_trace, row + 2 * first_hop, m_r, D, BD)
@@ -237,9 +237,8 @@ def hops_backward_query(
     """The backward pass of the hops of one tile of queries."""
     # In float32 both memories are loaded before any wait; otherwise the waits cost registers.
     EARLY: tl.constexpr = o.c.p.dtype.element_ty == tl.float32
-    tiles = tl.cdiv(o.group, BM)
-    i_group = (tl.program_id(0) // tiles).to(tl.int64)
-    o_r, m_r = _rows_of(i_group, tl.program_id(0) % tiles, o, BM)
+    i_group, begin = row_tile(o.group, BM)
+    o_r, m_r = _rows_of(i_group, begin, o, BM)
     row = o_r * (2 * o.hops + 1)
     b_g = tl.zeros([BM, BD], tl.float32)
     if grad_out is not None:
@@ -328,9 +327,7 @@ def hops_backward_memory(
     BN: tl.constexpr,
 ):
     """One tile of rows of one slot of a memory: dM = scale ds^T u, dC = p^T g, hop by hop."""
-    tiles = tl.cdiv(o.rows, BN)
-    first = tl.program_id(0) % tiles * BN
-    i_slot = (tl.program_id(0) // tiles).to(tl.int64)
+    i_slot, first = row_tile(o.rows, BN)
     slot = (i_slot % slots).to(tl.int32)
     i_memory = i_slot // slots
     o_n = first + tl.arange(0, BN)
@@ -349,7 +346,7 @@ def hops_backward_memory(
                 b_m = load_rows(o.m, i_group, hop, o_n, m_n, D, BD)
                 b_c = load_rows(o.c, i_group, hop, o_n, m_n, D, BD)
                 for tile in range(tl.cdiv(o.group, BM)):
-                    o_r, m_r = _rows_of(i_group, tile, o, BM)
+                    o_r, m_r = _rows_of(i_group, tile * BM, o, BM)
                     b_u = _load_state(p_trace, o_r * (2 * o.hops + 1) + 2 * hop, m_r, D, BD)
                     b_g = _load_state(p_grads, o_r * o.hops + hop, m_r, D, BD)
                     m, l = _statistics(p_stats, o_r, m_r, hop, o)
@@ -369,7 +366,7 @@ def hops_backward_memory(
             for hop in range(from_hop, to_hop):
                 b_m = load_rows(o.m, i_group, hop, o_n, m_n, D, BD)
                 for tile in range(tl.cdiv(o.group, BM)):
-                    o_r, m_r = _rows_of(i_group, tile, o, BM)
+                    o_r, m_r = _rows_of(i_group, tile * BM, o, BM)
                     b_u = _load_state(p_trace, o_r * (2 * o.hops + 1) + 2 * hop, m_r, D, BD)
                     b_g = _load_state(p_grads, o_r * o.hops + hop, m_r, D, BD)
                     m, l = _statistics(p_stats, o_r, m_r, hop, o)
@@ -405,10 +402,9 @@ def retrieve(
 ):
     """Step until every query of the tile has converged or has taken ``steps_max`` steps."""
     of_tile = BM // together * together
-    tiles = tl.cdiv(o.group, of_tile)
-    i_group = (tl.program_id(0) // tiles).to(tl.int64)
+    i_group, begin = row_tile(o.group, of_tile)
     o_i = tl.arange(0, BM)
-    o_local = tl.program_id(0) % tiles * of_tile + o_i
+    o_local = begin + o_i
     m_r = (o_i < of_tile) & (o_local < o.group)
     o_r = i_group * o.group + o_local
     moving = m_r.to(tl.int32)

@@ -22,6 +22,7 @@ from fastattn.backends.triton._core import (
     first_row,
     load_pairs,
     load_rows,
+    load_statistics,
     locate,
     masked,
     probabilities,
@@ -44,8 +45,7 @@ def score_gradients(
     high,  # [BM]
     low,  # [BM]
     delta,  # [BM]
-    grad_weights,
-    weight_share,
+    g,
     seq,
     i_h,
     row,
@@ -60,11 +60,9 @@ def score_gradients(
     """Return the weights without their common factor, and d loss / d s, both [BM, BN]."""
     p = tl.where(visible, probabilities(s, high, low, exponent_unit(o), o), 0.0)
     dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
-    if grad_weights is not None:
-        dp += (
-            load_pairs(grad_weights, seq, i_h, row, first, 0.0, BM, BN).to(tl.float32)
-            * weight_share
-        )
+    if g.weights is not None:
+        grad_weights = load_pairs(g.weights, seq, i_h, row, first, 0.0, BM, BN)
+        dp += grad_weights.to(tl.float32) * g.weight_share
     w = p
     if o.p_seed is not None:
         keep = dropout_keep(seq, i_h, row + tl.arange(0, BM), first, o, BM, BN)
@@ -104,15 +102,10 @@ def attention_statistics(
     k,
     v,
     out,  # [B, Hq, Lq, Dv]
-    grad_out,  # [B, Hq, Lq, Dv]; None: only lse is needed
-    grad_lse,  # [B, Hq, Lq, 1] or None
-    grad_weights,  # [B, Hq, Lq, Lk] or None
-    weight_share,  # 1 / Hq if the weights were averaged, else 1
+    g,
     o,
     p_lse,  # [B, Hq, Lq] float64
-    p_high,  # [B, Hq, Lq] float32, as p_low and p_delta
-    p_low,
-    p_delta,
+    stats,
     p_grad_sinks,  # [B, Hq, Lq] float32: the share of each row; None without sinks
     EXACT: tl.constexpr,
     D: tl.constexpr,
@@ -174,18 +167,18 @@ def attention_statistics(
                     m, l, p, shrink = update_softmax(m, l, s, unit, o)
             high = tl.where(huge, m, high)
             low = tl.where(huge, tl.log(l), low)
-    tl.store(p_high + o_rows, high, mask=m_m)
-    tl.store(p_low + o_rows, low, mask=m_m)
+    tl.store(stats.p_high + o_rows, high, mask=m_m)
+    tl.store(stats.p_low + o_rows, low, mask=m_m)
 
-    if grad_out is not None:
+    if g.out is not None:
         b_out = load_rows(out, seq.q_base, i_h, o_m, m_m & sees, DV, BDV).to(tl.float32)
-        b_do = load_rows(grad_out, seq.q_base, i_h, o_m, m_m & sees, DV, BDV)
+        b_do = load_rows(g.out, seq.q_base, i_h, o_m, m_m & sees, DV, BDV)
         delta = tl.sum(b_out * b_do.to(tl.float32), axis=1)
         sink_weight = tl.zeros([BM], tl.float32)
         if o.sinks is not None:
             sink = tl.zeros([BM, 1], tl.float32) + sink_score(o, seq.i_b, i_h)
             sink_weight = tl.sum(probabilities(sink, high, low, unit, o), axis=1)
-        if EXACT or grad_weights is not None:
+        if EXACT or g.weights is not None:
             correction = -sink_weight * delta  # the sink is a key whose value is 0
             for first in range(lo // BN * BN, hi, BN):
                 coverage = tile_coverage(seq, i_h, row, first, o, BM, BN)
@@ -199,23 +192,18 @@ def attention_statistics(
                         b_q, b_k, seq, i_h, row, first, coverage, o, True, PRECISION
                     )
                     w, ds = score_gradients(
-                        b_v, b_do, high, low, delta, grad_weights, weight_share,
+                        b_v, b_do, high, low, delta, g,
                         seq, i_h, row, first, s, visible, o, BM, BN, PRECISION,
                     )  # fmt: skip
                     correction += tl.sum(ds, axis=1)
             delta += correction
-        if grad_lse is not None:
-            p_gl = (
-                grad_lse.p
-                + seq.q_base * grad_lse.b
-                + i_h * grad_lse.h
-                + o_m.to(tl.int64) * grad_lse.l
-            )
+        if g.lse is not None:
+            p_gl = g.lse.p + seq.q_base * g.lse.b + i_h * g.lse.h + o_m.to(tl.int64) * g.lse.l
             delta -= tl.load(p_gl, mask=m_m & sees, other=0.0).to(tl.float32)
-        tl.store(p_delta + o_rows, delta, mask=m_m)
+        tl.store(stats.p_delta + o_rows, delta, mask=m_m)
         if p_grad_sinks is not None:
             grad_sink = tl.where(sees, -sink_weight * delta, 0.0)
-            if grad_lse is not None:
+            if g.lse is not None:
                 only_sink = m_m & exists & (high == INF)  # the sink alone, whose weight is 1
                 grad_sink += tl.load(p_gl, mask=only_sink, other=0.0).to(tl.float32)
             tl.store(p_grad_sinks + o_rows, grad_sink, mask=m_m)
@@ -226,13 +214,9 @@ def attention_backward_query(
     q,
     k,
     v,
-    grad_out,
-    grad_weights,
-    weight_share,
+    g,
     o,
-    p_high,
-    p_low,
-    p_delta,
+    stats,
     grad_q,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -250,11 +234,9 @@ def attention_backward_query(
     o_m = row + tl.arange(0, BM)
     m_m = o_m < seq.q_len
     o_rows = first_row(o, seq, i_h) + o_m
-    high = tl.load(p_high + o_rows, mask=m_m, other=INF)
-    low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
-    delta = tl.load(p_delta + o_rows, mask=m_m, other=0.0)
+    high, low, delta = load_statistics(stats, o_rows, m_m)
     b_q = load_rows(q, seq.q_base, i_h, o_m, m_m, D, BD)
-    b_do = load_rows(grad_out, seq.q_base, i_h, o_m, m_m & (high != INF), DV, BDV)
+    b_do = load_rows(g.out, seq.q_base, i_h, o_m, m_m & (high != INF), DV, BDV)
     acc = tl.zeros([BM, BD], tl.float32)
 
     last = tl.minimum(row + BM, seq.q_len) - 1
@@ -269,7 +251,7 @@ def attention_backward_query(
             wait_for_loads(b_v, PRECISION)
             s, visible, slope = scores(b_q, b_k, seq, i_h, row, first, coverage, o, True, PRECISION)
             w, ds = score_gradients(
-                b_v, b_do, high, low, delta, grad_weights, weight_share,
+                b_v, b_do, high, low, delta, g,
                 seq, i_h, row, first, s, visible, o, BM, BN, PRECISION,
             )  # fmt: skip
             if o.excludes is not None:  # 0 * NaN would be NaN
@@ -284,13 +266,9 @@ def attention_backward_key_value(
     q,
     k,
     v,
-    grad_out,
-    grad_weights,
-    weight_share,
+    g,
     o,
-    p_high,
-    p_low,
-    p_delta,
+    stats,
     grad_k,
     grad_v,
     D: tl.constexpr,
@@ -325,18 +303,18 @@ def attention_backward_key_value(
             if coverage != NONE:
                 o_m = row + tl.arange(0, BM)
                 m_m = o_m < seq.q_len
-                high = tl.load(p_high + o_head + o_m, mask=m_m, other=INF)
-                low = tl.load(p_low + o_head + o_m, mask=m_m, other=0.0)
-                delta = tl.load(p_delta + o_head + o_m, mask=m_m, other=0.0)
+                high = tl.load(stats.p_high + o_head + o_m, mask=m_m, other=INF)
+                low = tl.load(stats.p_low + o_head + o_m, mask=m_m, other=0.0)
+                delta = tl.load(stats.p_delta + o_head + o_m, mask=m_m, other=0.0)
                 m_m = m_m & (high != INF)
                 b_q = load_rows(q, seq.q_base, i_h, o_m, m_m, D, BD)
-                b_do = load_rows(grad_out, seq.q_base, i_h, o_m, m_m, DV, BDV)
+                b_do = load_rows(g.out, seq.q_base, i_h, o_m, m_m, DV, BDV)
                 wait_for_loads(b_v, PRECISION)
                 s, visible, slope = scores(
                     b_q, b_k, seq, i_h, row, first, coverage, o, True, PRECISION
                 )
                 w, ds = score_gradients(
-                    b_v, b_do, high, low, delta, grad_weights, weight_share,
+                    b_v, b_do, high, low, delta, g,
                     seq, i_h, row, first, s, visible, o, BM, BN, PRECISION,
                 )  # fmt: skip
                 acc_v = tl.dot(tl.trans(w.to(b_do.dtype)), b_do, acc_v, input_precision=PRECISION)

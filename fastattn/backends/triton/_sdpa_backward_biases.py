@@ -11,7 +11,9 @@ from fastattn.backends.triton._core import (
     first_row,
     in_matrix,
     load_rows,
+    load_statistics,
     packed_sequence,
+    row_tile,
     scores,
     visible_keys,
     wait_for_loads,
@@ -26,13 +28,9 @@ def attention_backward_mask(
     q,
     k,
     v,
-    grad_out,
-    grad_weights,
-    weight_share,
+    g,
     o,
-    p_high,
-    p_low,
-    p_delta,
+    stats,
     p_grad,  # [Bm, Hm, Lq or its tiles, Lk or its tiles] float32
     mask_heads,
     batch_sum,  # the number of sequences, and of heads, that share one element of the mask
@@ -70,17 +68,15 @@ def attention_backward_mask(
         if coverage != NONE:
             o_rows = first_row(o, seq, i_h) + o_m
             m_m = o_m < o.q_len
-            high = tl.load(p_high + o_rows, mask=m_m, other=INF)
-            low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
-            delta = tl.load(p_delta + o_rows, mask=m_m, other=0.0)
+            high, low, delta = load_statistics(stats, o_rows, m_m)
             b_q = load_rows(q, seq.q_base, i_h, o_m, m_m, D, BD)
-            b_do = load_rows(grad_out, seq.q_base, i_h, o_m, m_m & (high != INF), DV, BDV)
+            b_do = load_rows(g.out, seq.q_base, i_h, o_m, m_m & (high != INF), DV, BDV)
             b_k = load_rows(k, seq.k_base, i_h // o.group, o_n, m_n, D, BD)
             b_v = load_rows(v, seq.k_base, i_h // o.group, o_n, m_n, DV, BDV)
             wait_for_loads(b_v, PRECISION)
             s, visible, slope = scores(b_q, b_k, seq, i_h, row, first, coverage, o, True, PRECISION)
             w, ds = score_gradients(
-                b_v, b_do, high, low, delta, grad_weights, weight_share,
+                b_v, b_do, high, low, delta, g,
                 seq, i_h, row, first, s, visible, o, BM, BN, PRECISION,
             )  # fmt: skip
             # One element may be the sum of thousands of terms, so the rounding errors are summed,
@@ -115,13 +111,9 @@ def attention_backward_table(
     q,
     k,
     v,
-    grad_out,
-    grad_weights,
-    weight_share,
+    g,
     o,
-    p_high,
-    p_low,
-    p_delta,
+    stats,
     p_grad,  # [parts, Hq, entries] float32
     entries,
     parts,  # of which each sums every parts-th sequence
@@ -134,24 +126,20 @@ def attention_backward_table(
     BN: tl.constexpr,
 ):
     """d loss / d table for BN entries of one head: the sums of ds over the pairs that read them."""
-    tiles = tl.cdiv(entries, BN)
-    begin = tl.program_id(0) % tiles * BN
-    i_part = (tl.program_id(0) // tiles).to(tl.int64)
+    i_part, begin = row_tile(entries, BN)
     i_h = i_part % o.heads
     total = tl.zeros([BN], tl.float32)
     if o.p_q_starts is None:  # a batch has as many parts as sequences
         seq = batch_sequence(o, i_part // o.heads)
         total = _add_entries(
-            total, begin, q, k, v, grad_out, grad_weights, weight_share, seq,
-            i_h, o, p_high, p_low, p_delta, D, DV, BD, BDV, PRECISION, BM, BN,
-        )  # fmt: skip
+            total, begin, q, k, v, g, seq, i_h, o, stats, D, DV, BD, BDV, PRECISION, BM, BN
+        )
     else:
         for i_b in range((i_part // o.heads).to(tl.int32), o.batch, parts):
             seq = packed_sequence(o, i_b, False)
             total = _add_entries(
-                total, begin, q, k, v, grad_out, grad_weights, weight_share, seq,
-                i_h, o, p_high, p_low, p_delta, D, DV, BD, BDV, PRECISION, BM, BN,
-            )  # fmt: skip
+                total, begin, q, k, v, g, seq, i_h, o, stats, D, DV, BD, BDV, PRECISION, BM, BN
+            )
     o_e = begin + tl.arange(0, BN)
     tl.store(p_grad + i_part * entries + o_e, total, mask=o_e < entries)
 
@@ -163,15 +151,11 @@ def _add_entries(
     q,
     k,
     v,
-    grad_out,
-    grad_weights,
-    weight_share,
+    g,
     seq,
     i_h,
     o,
-    p_high,
-    p_low,
-    p_delta,
+    stats,
     D: tl.constexpr,
     DV: tl.constexpr,
     BD: tl.constexpr,
@@ -197,11 +181,9 @@ def _add_entries(
         o_m = row + tl.arange(0, BM)
         m_m = o_m < seq.q_len
         o_rows = first_row(o, seq, i_h) + o_m
-        high = tl.load(p_high + o_rows, mask=m_m, other=INF)
-        low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
-        delta = tl.load(p_delta + o_rows, mask=m_m, other=0.0)
+        high, low, delta = load_statistics(stats, o_rows, m_m)
         b_q = load_rows(q, seq.q_base, i_h, o_m, m_m, D, BD)
-        b_do = load_rows(grad_out, seq.q_base, i_h, o_m, m_m & (high != INF), DV, BDV)
+        b_do = load_rows(g.out, seq.q_base, i_h, o_m, m_m & (high != INF), DV, BDV)
         last = tl.minimum(row + BM, seq.q_len) - 1
         lo, full_lo, full_hi, hi = visible_keys(row, last, seq, o, BN)
         if o.p_positions is None:
@@ -222,7 +204,7 @@ def _add_entries(
                     b_q, b_k, seq, i_h, row, first, coverage, o, True, PRECISION
                 )
                 w, ds = score_gradients(
-                    b_v, b_do, high, low, delta, grad_weights, weight_share,
+                    b_v, b_do, high, low, delta, g,
                     seq, i_h, row, first, s, visible, o, BM, BN, PRECISION,
                 )  # fmt: skip
                 for e in range(min_entry, max_entry + 1):

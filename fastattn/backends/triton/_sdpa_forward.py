@@ -14,6 +14,7 @@ from fastattn.backends.triton._core import (
     load_rows,
     locate,
     log_sum_exp,
+    matrix_tile,
     probabilities,
     scores,
     start_softmax,
@@ -130,8 +131,7 @@ def attention_weights(
     q,
     k,
     o,
-    p_high,  # [B, Hq, Lq] float32: lse in the unit of the exponent
-    p_low,  # [B, Hq, Lq] float32: the rounding error of p_high
+    stats,
     weights,  # [B, Hq, Lq, Lk], or [B, 1, Lq, Lk]
     AVERAGED: tl.constexpr,
     D: tl.constexpr,
@@ -142,22 +142,17 @@ def attention_weights(
 ):
     """The weights of one tile of pairs, for one head or averaged over all heads."""
     unit = exponent_unit(o)
-    k_tiles = tl.cdiv(o.k_len, BN)
-    q_tiles = tl.cdiv(o.q_len, BM)
-    first = tl.program_id(0) % k_tiles * BN
-    tile_index = tl.program_id(0) // k_tiles
-    row = tile_index % q_tiles * BM
+    i_matrix, row, first = matrix_tile(o.q_len, o.k_len, BM, BN)
     o_m = row + tl.arange(0, BM)
     o_n = first + tl.arange(0, BN)
     m_m = o_m < o.q_len
-    tile_index = (tile_index // q_tiles).to(tl.int64)
     if AVERAGED:
-        i_b = tile_index
-        head = tile_index * 0
+        i_b = i_matrix
+        head = i_matrix * 0
         end = head + o.heads
     else:
-        i_b = tile_index // o.heads
-        head = tile_index % o.heads
+        i_b = i_matrix // o.heads
+        head = i_matrix % o.heads
         end = head + 1
 
     seq = batch_sequence(o, i_b)
@@ -169,8 +164,8 @@ def attention_weights(
             b_k = load_rows(k, seq.k_base, i_h // o.group, o_n, o_n < o.k_len, D, BD)
             s, visible, slope = scores(b_q, b_k, seq, i_h, row, first, coverage, o, True, PRECISION)
             o_rows = (i_b * o.heads + i_h) * o.q_len + o_m
-            high = tl.load(p_high + o_rows, mask=m_m, other=0.0)
-            low = tl.load(p_low + o_rows, mask=m_m, other=0.0)
+            high = tl.load(stats.p_high + o_rows, mask=m_m, other=0.0)
+            low = tl.load(stats.p_low + o_rows, mask=m_m, other=0.0)
             p = tl.where(visible, probabilities(s, high, low, unit, o), 0.0)
             if o.p_seed is not None:
                 p = tl.where(

@@ -14,6 +14,7 @@ from fastattn.backends.primitives import (
     AttentionOptions,
 )
 from fastattn.backends.triton._additive_kernels import (
+    Columns,
     additive_backward_column,
     additive_backward_scores,
     additive_backward_value,
@@ -41,14 +42,14 @@ def additive_attention(
     k_len, value_width = value.shape[1:]
     out = query.new_empty((batch, q_len, value_width))
     applied = query.new_empty((batch, q_len, k_len) if options.weights else 0)
-    operands = _columns(query, key, v, bias)
+    x = _columns(query, key, v, bias)
     launch_plan = plan("additive", query, block_of(value_width))
     launch(
         additive_forward,
         launch_plan,
         launch_plan.q_tiles(q_len) * batch,
         query.device,
-        **operands,
+        x=x,
         value=operand(value.unsqueeze(1)),
         o=_options(query, key, attn_mask, seed, options),
         out=operand(out.unsqueeze(1)),
@@ -80,7 +81,7 @@ def additive_attention_backward(
     if grad_out is None:
         grad_out = query.new_zeros(1).expand(batch, q_len, value_width)
     o = _options(query, key, attn_mask, seed, options)
-    operands = _columns(query, key, v, bias)
+    x = _columns(query, key, v, bias)
     planned = plan("additive", query, block_of(value_width))
 
     def float32(*shape: int) -> Tensor:
@@ -101,9 +102,8 @@ def additive_attention_backward(
     }
     tiles = planned.tiles(q_len, k_len) * batch
     launch(
-        additive_scores, planned, tiles, query.device, **operands, o=o, p_scores=scores,
-        width=width,
-    )  # fmt: skip
+        additive_scores, planned, tiles, query.device, x=x, o=o, p_scores=scores, width=width
+    )
     launch(
         additive_backward_scores,
         planned,
@@ -135,7 +135,7 @@ def additive_attention_backward(
             planned,
             tiles_of_x * batch * width,
             query.device,
-            **operands,
+            x=x,
             p_grad=grad_scores,
             o=o,
             p_grad_x=grad_x,
@@ -160,16 +160,10 @@ def additive_attention_backward(
     )
 
 
-def _columns(
-    query: Tensor, key: Tensor, v: Tensor, bias: Tensor | None
-) -> dict[str, Tensor | None]:
+def _columns(query: Tensor, key: Tensor, v: Tensor, bias: Tensor | None) -> Columns:
     """query and key as contiguous [B, A, L]; all in float32."""
-    return {
-        "p_q": query.mT.to(torch.float32).contiguous(),
-        "p_k": key.mT.to(torch.float32).contiguous(),
-        "p_v": v.to(torch.float32).contiguous(),
-        "p_bias": None if bias is None else bias.to(torch.float32).contiguous(),
-    }
+    tensors = (query.mT, key.mT, v, bias)
+    return Columns(*(None if x is None else x.to(torch.float32).contiguous() for x in tensors))
 
 
 def _options(

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastattn.backends.primitives import EncodeMemoryBackwardOptions, EncodeMemoryOptions
-from fastattn.backends.triton._core import Operand
+from fastattn.backends.triton._core import Operand, matrix_tile, row_tile
 from fastattn.backends.triton._launch import launch, operand
 from fastattn.backends.triton._table import Launch
 
@@ -46,12 +46,9 @@ def encode_sentences(
     BN: tl.constexpr,
 ):
     """One tile of sentences and columns of one table."""
-    column_tiles = tl.cdiv(width, BN)
-    row_tiles = tl.cdiv(sentences, BM)
-    o_d = tl.program_id(0) % column_tiles * BN + tl.arange(0, BN)
-    tile_index = tl.program_id(0) // column_tiles
-    o_n = tile_index % row_tiles * BM + tl.arange(0, BM)
-    i_rbg = (tile_index // row_tiles).to(tl.int64)
+    i_rbg, begin, first = matrix_tile(sentences, width, BM, BN)
+    o_n = begin + tl.arange(0, BM)
+    o_d = first + tl.arange(0, BN)
     i_g = i_rbg % tables
     i_b = i_rbg // tables % batch
     i_r = i_rbg // tables // batch
@@ -95,9 +92,8 @@ def sum_by_row(
     BN: tl.constexpr,
 ):
     """d loss / d weight_v = sum of factors_j o grad_i over the positions (i, j) of the word v."""
-    column_tiles = tl.cdiv(width, BN)
-    o_d = tl.program_id(0) % column_tiles * BN + tl.arange(0, BN)
-    i_rgv = (tl.program_id(0) // column_tiles).to(tl.int64)
+    i_rgv, first = row_tile(width, BN)
+    o_d = first + tl.arange(0, BN)
     i_v = i_rgv % rows
     i_g = i_rgv // rows % tables
     i_r = i_rgv // rows // tables

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastattn.backends._sinusoidal import encoding_on
 from fastattn.backends.primitives import SinusoidalOptions
+from fastattn.backends.triton._core import matrix_tile
 from fastattn.backends.triton._launch import launch, operand
 from fastattn.backends.triton._table import Launch
 
@@ -57,12 +58,8 @@ def encode_rows(
     BN: tl.constexpr,
 ):
     """One tile of rows and columns: x * scale + encoding."""
-    column_tiles = tl.cdiv(width, BN)
-    row_tiles = tl.cdiv(rows, BM)
-    first = tl.program_id(0) % column_tiles * BN
-    tile_index = tl.program_id(0) // column_tiles
-    o_l = tile_index % row_tiles * BM + tl.arange(0, BM)
-    i_bh = (tile_index // row_tiles).to(tl.int64)
+    i_bh, row, first = matrix_tile(rows, width, BM, BN)
+    o_l = row + tl.arange(0, BM)
     i_b = i_bh // heads
     i_h = i_bh % heads
     o_d = first + tl.arange(0, BN)
