@@ -52,7 +52,6 @@ class TileProducts {
     float* weights[2];  // [2][part][16 words][queries]
     typename Rows::Buffers rows;
     float* scratch_square;  // [32][32]
-    Square* squares;        // of the scores, then of the outputs
     Element* keys;          // [piece] packed blocks
     Element* values;        // [piece] packed blocks
     // Per block, which keys and which values are packed as zeros, and computed pair by pair.
@@ -70,7 +69,6 @@ class TileProducts {
     for (float*& w : buf.weights) w = a.take<float>(kBlockKeys / 2 * kQueries * kParts);
     buf.rows = rows.allocate(a);
     buf.scratch_square = a.take<float>(kQueries * kQueries);
-    buf.squares = a.take<Square>(score_squares() + output_squares());
     buf.keys = a.take<Element>(piece() * key_elements());
     buf.values = a.take<Element>(piece() * value_elements());
     buf.keys_apart = a.take<uint64_t>(piece()), buf.values_apart = a.take<uint64_t>(piece());
@@ -83,7 +81,6 @@ class TileProducts {
       buf.panels[n].state.o = o + n * rows.output_floats();
       buf.panels[n].state.total = total + n * rows.output_floats();
     }
-    list_squares(buf.squares);
     return buf;
   }
 
@@ -127,23 +124,6 @@ class TileProducts {
 
   int64_t key_elements() const { return kBlockKeys * steps * kStep * kParts; }  // of a packed block
   int64_t value_elements() const { return kBlockKeys * steps_v * kStep * kParts; }
-
-  // Squares of one block: for the scores, and for the outputs.
-  int64_t score_squares() const { return 2 * steps * Products::count; }
-  int64_t output_squares() const { return 2 * steps_v * Products::count; }
-  // Both kinds read their packed tiles one after the other.
-  void list_squares(Square* list) const {
-    const auto add = [&](int64_t left, int64_t right, int64_t sum, bool first) {
-      for (int n = 0; n < Products::count; ++n)
-        *list++ = {(left * kParts + Products::left[n]) * 2 * kTileElements,
-                   (right * kParts + Products::right[n]) * kRightTile, sum * kStep * kQueries,
-                   first && n == 0};
-    };
-    for (int64_t keys = 0; keys < 2; ++keys)
-      for (int64_t d = 0; d < steps; ++d) add(keys * steps + d, d, keys, d == 0);
-    for (int64_t d = 0; d < steps_v; ++d)
-      for (int64_t keys = 0; keys < 2; ++keys) add(d * 2 + keys, keys, d, keys == 0);
-  }
 
   // f(panel) of the first `count` panels, with the mask of keys of its head.
   template <class F>
@@ -221,13 +201,14 @@ class TileProducts {
   }
   // The operands of S = K Q^T for one block.
   Operands score_operands(const Task& task, int64_t block, float* s) const {
-    return {task.buf.keys + (block - task.packed_piece) * key_elements(), task.buf.q, s, false};
+    return {task.buf.keys + (block - task.packed_piece) * key_elements(), task.buf.q, s, 2, steps,
+            false};
   }
   // The operands of O += P V for one block.
   Operands output_operands(const Task& task, const State& state, int64_t block,
                            const float* weights) const {
     return {task.buf.values + (block - task.packed_piece) * value_elements(), weights, state.o,
-            !state.fresh};
+            steps_v, 2, !state.fresh};
   }
 
   // A panel and its blocks of a piece: O += P V, l += P.
@@ -235,17 +216,13 @@ class TileProducts {
   __attribute__((noinline)) void attend(Task& task, Panel& panel, Range blocks) const {
     Buffers& buf = task.buf;
     State& state = panel.state;
-    const int64_t second = score_squares(), last = second + output_squares();
     Squares<Format> squares(buf.scratch_square);
-    const auto nothing = []() {};
     const auto next_block = [&](int64_t j) {
       return rows.next_block(buf.rows, panel, j, blocks.end);
     };
     int64_t j = next_block(blocks.begin), before = -1, turn = 0;
     if (j == blocks.end) return;
-    squares.multiply(buf.squares, 0, second, second, score_operands(task, j, buf.s[0]), {},
-                     nothing);
-    squares.flush();
+    multiply(squares, score_operands(task, j, buf.s[0]));
     rows.make_scores(buf.rows, panel, block_of(task, j), buf.s[0]);
     for (; j < blocks.end; ++turn) {
       const int64_t after = next_block(j + 1);
@@ -253,9 +230,16 @@ class TileProducts {
       float* const weights = buf.weights[turn % 2];
       float* const next = buf.s[(turn + 1) % 2];
       const float* const old = buf.weights[(turn + 1) % 2];
-      weigh<kExact>(squares, buf, state, buf.s[turn % 2], weights, scores ? 0 : second,
-                    values ? last : second, scores ? score_operands(task, after, next) : Operands{},
-                    values ? output_operands(task, state, before, old) : Operands{});
+      const Operands next_scores = scores ? score_operands(task, after, next) : Operands{};
+      const Operands outputs = values ? output_operands(task, state, before, old) : Operands{};
+      const auto weigh_by = [&](auto units) {
+        weigh<kExact, decltype(units)::value>(squares, state, buf.s[turn % 2], weights, next_scores,
+                                              outputs);
+      };
+      if (kExact || steps + steps_v > 4)
+        weigh_by(Width<4>());
+      else
+        weigh_by(Width<kExact ? 4 : 8>());
       if (values)
         end_outputs(squares, task, panel, before, old);
       else
@@ -270,8 +254,7 @@ class TileProducts {
     }
     squares.flush();
     const float* const weights = buf.weights[(turn + 1) % 2];
-    squares.multiply(buf.squares, second, second, last, {},
-                     output_operands(task, state, before, weights), nothing);
+    multiply(squares, output_operands(task, state, before, weights));
     end_outputs(squares, task, panel, before, weights);
     squares.flush();
   }
@@ -291,51 +274,75 @@ class TileProducts {
     }
   }
 
-  // Weights of a block from its scores, with squares [begin, end) of the scores of the next block
-  // and the outputs of the one before in between. A unit of vector work is a pair of keys.
-  template <bool kExact>
-  __attribute__((noinline)) void weigh(Squares<Format>& squares, const Buffers& buf, State& state,
-                                       const float* s, float* weights, int64_t begin, int64_t end,
-                                       Operands scores, Operands outputs) const {
+  // Products without vector work.
+  __attribute__((noinline)) static void multiply(Squares<Format>& squares, const Operands& x) {
+    squares.multiply(x, {}, [](auto) {});
+    squares.flush();
+  }
+
+  // Weights of a block from its scores, with the products of the scores of the next block and of
+  // the outputs of the one before in between, kUnits units of vector work a step. A unit is half of
+  // the queries of a pair of keys.
+  template <bool kExact, int kUnits>
+  __attribute__((noinline)) void weigh(Squares<Format>& squares, State& state, const float* s,
+                                       float* weights, const Operands& scores,
+                                       const Operands& outputs) const {
     const VecF exponent = splat(rows.exponent());
-    VecF minus_m[kVectors], sum[kVectors], reference[kVectors];
-    VecI exact[kVectors];
-    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
-      minus_m[n] = load(state.minus_m + n * W);
-      sum[n] = kSumOfBlock ? VecF{} : load(state.l + n * W);
-      if constexpr (kExact) {
-        const VecF m = load(state.m + n * W);
-        reference[n] = select<float>(m == -kInf<float>, VecF{}, m);
-        exact[n] = (VecI)load(reinterpret_cast<const float*>(state.exact) + n * W);
-      }
+    static_assert(kVectors == 2 && kUnits % 2 == 0);
+    // Named, because the compiler keeps no array of vectors in registers.
+    Half first = half_of<kExact>(state, 0), second = half_of<kExact>(state, 1);
+    constexpr int kAll = kBlockKeys;
+    int done = 0;
+    const auto unit = [&](Half& x, const float* from, float* to) __attribute__((always_inline)) {
+      const VecF even = weight<kExact>(x, load(from), exponent);
+      const VecF odd = weight<kExact>(x, load(from + kQueries), exponent);
+      x.sum += even + odd;
+      __m512i parts[kParts];
+      Format::split_pairs(even, odd, parts);
+      FASTATTN_UNROLL for (int part = 0; part < kParts; ++part)
+          store(to + part * 16 * kQueries, (VecF)parts[part]);
+    };
+    // Units of the first and of the second half of the queries in turn.
+    const auto next_unit = [&](Half& x, int n) __attribute__((always_inline)) {
+      const int64_t pair = done / 2;
+      unit(x, s + 2 * pair * kQueries + n * W, weights + Rows::word_of(pair, 0) * kQueries + n * W);
+      ++done;
+    };
+    const auto between = [&](auto product) __attribute__((always_inline)) {
+      constexpr int n = decltype(product)::value, kProducts = Squares<Format>::kProducts;
+      constexpr int kBegin = n * kUnits / kProducts, kEnd = (n + 1) * kUnits / kProducts;
+      if (done >= kAll) return;
+      if constexpr (kBegin < kEnd) kBegin % 2 == 0 ? next_unit(first, 0) : next_unit(second, 1);
+      if constexpr (kBegin + 1 < kEnd)
+        kBegin % 2 == 0 ? next_unit(second, 1) : next_unit(first, 0);
+    };
+    squares.multiply(scores, outputs, between);
+    while (done < kAll) next_unit(first, 0), next_unit(second, 1);
+    store(state.l, kSumOfBlock ? load(state.l) + first.sum : first.sum);
+    store(state.l + W, kSumOfBlock ? load(state.l + W) + second.sum : second.sum);
+  }
+
+  // What the weights of half of the queries are relative to, and their sum.
+  struct Half {
+    VecF minus_m, sum, reference;
+    VecI exact;
+  };
+  template <bool kExact>
+  static FASTATTN_INLINE Half half_of(const State& state, int n) {
+    Half x{load(state.minus_m + n * W), kSumOfBlock ? VecF{} : load(state.l + n * W), {}, {}};
+    if constexpr (kExact) {
+      const VecF m = load(state.m + n * W);
+      x.reference = select<float>(m == -kInf<float>, VecF{}, m);
+      x.exact = (VecI)load(reinterpret_cast<const float*>(state.exact) + n * W);
     }
-    const auto weight = [&](VecF x, int n) __attribute__((always_inline)) {
-      VecF power = x * exponent + minus_m[n];
-      if constexpr (kExact) power = select<float>(exact[n], (x - reference[n]) * exponent, power);
-      return exp2_any<P::kCoarseExp>(power);
-    };
-    constexpr int64_t kPairs = kBlockKeys / 2;
-    int64_t pair = 0, due = 0;
-    const auto weigh_pair = [&]() __attribute__((always_inline)) {
-      FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
-        const VecF even = weight(load(s + 2 * pair * kQueries + n * W), n);
-        const VecF odd = weight(load(s + (2 * pair + 1) * kQueries + n * W), n);
-        sum[n] += even + odd;
-        __m512i parts[kParts];
-        Format::split_pairs(even, odd, parts);
-        FASTATTN_UNROLL for (int part = 0; part < kParts; ++part)
-            store(weights + Rows::word_of(pair, part) * kQueries + n * W, (VecF)parts[part]);
-      }
-      ++pair;
-    };
-    const int64_t products = 4 * (end - begin);
-    const auto between = [&]() __attribute__((always_inline)) {
-      for (due += kPairs; due >= products; due -= products) weigh_pair();
-    };
-    squares.multiply(buf.squares, begin, score_squares(), end, scores, outputs, between);
-    while (pair < kPairs) weigh_pair();
-    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n)
-        store(state.l + n * W, kSumOfBlock ? load(state.l + n * W) + sum[n] : sum[n]);
+    return x;
+  }
+  template <bool kExact>
+  static FASTATTN_INLINE VecF weight(const Half& x, VecF score, VecF exponent) {
+    VecF power = score * exponent + x.minus_m;
+    if constexpr (kExact)
+      power = select<float>(x.exact, (score - x.reference) * exponent, power);
+    return exp2_any<P::kCoarseExp>(power);
   }
 
   // The maximum score of each query of a panel, before any exponential.
@@ -346,9 +353,7 @@ class TileProducts {
     float* const s = task.buf.s[0];
     for (int64_t j = next_block(blocks.begin); j < blocks.end; j = next_block(j + 1)) {
       Squares<Format> squares(task.buf.scratch_square);
-      squares.multiply(task.buf.squares, 0, score_squares(), score_squares(),
-                       score_operands(task, j, s), {}, []() {});
-      squares.flush();
+      multiply(squares, score_operands(task, j, s));
       rows.raise_maxima(task.buf.rows, panel, block_of(task, j), s);
     }
   }
