@@ -14,6 +14,7 @@ namespace {
 
 template <class P>
 class TileForward {
+  typedef typename P::Storage Storage;
   typedef typename TileProducts<P>::Panel Panel;
   typedef typename TileProducts<P>::Task Task;
   static constexpr int64_t kQueries = TileRows<P>::kQueries;  // of a panel
@@ -35,13 +36,14 @@ class TileForward {
   // A task is a share of the panels of a key head. Under a causal mask the longest ones come first.
   void run(int64_t t) const {
     const TileScope tiles;
-    const int64_t heads = p.B * p.Hkv;
+    const int64_t heads = p.B * p.Hkv, head = head_of_task(t);
     const bool causal = p.window_right >= 0;
-    const int64_t head = causal ? t % heads : t / chunks();
     const int64_t chunk = causal ? chunks() - 1 - t / heads : t % chunks();
-    Task task{products.allocate(thread_scratch(bytes), together()), head / p.Hkv, head % p.Hkv, {}};
+    Task task{products.allocate(thread_scratch(bytes), together()), head / p.Hkv, head % p.Hkv};
     const Range all{chunk * share, min_of((chunk + 1) * share, group * panels)};
     task.blocks = blocks_of(task, all);
+    if (together() == 1 && p.pages == nullptr && t + 1 < tasks() && head_of_task(t + 1) != head)
+      read_ahead(task, head_of_task(t + 1), all.end - all.begin);
     for (int64_t n = all.begin; n < all.end; n += together()) {
       const int64_t count = min_of(together(), all.end - n);
       for (int64_t i = 0; i < count; ++i) {
@@ -49,6 +51,7 @@ class TileForward {
         products.rows.place(task.buf.rows, panel, task.b, task.hk, head_of(task, n + i),
                             first_of(n + i));
       }
+      if (n + count < all.end) read_ahead(task, n + count);
       products.compute(task, count);
       for (int64_t i = 0; i < count; ++i) products.rows.finish(task.buf.panels[i]);
     }
@@ -73,6 +76,32 @@ class TileForward {
   // Panels that are computed together: one, if all keys are one piece.
   int64_t together() const {
     return products.piece() >= products.rows.all_blocks() ? 1 : min_of(share, kPanelsAtATime);
+  }
+
+  int64_t head_of_task(int64_t t) const {
+    return p.window_right >= 0 ? t % (p.B * p.Hkv) : t / chunks();
+  }
+
+  // Reads ahead the keys and values of another head during this many panels of a task.
+  void read_ahead(Task& task, int64_t head, int64_t count) const {
+    const auto add = [&](const Tensor4& x, int64_t channels) {
+      const int64_t b = head / p.Hkv, h = head % p.Hkv;
+      task.next_head.add(static_cast<const Storage*>(x.data) + b * x.stride[0] + h * x.stride[1],
+                         x.stride, p.Lk, channels);
+    };
+    add(p.k, p.D), add(p.v, p.Dv);
+    // Under a causal mask panels meet half of the blocks.
+    const int64_t blocks = count * (task.blocks.end - task.blocks.begin);
+    task.next_head.share(p.window_right >= 0 ? (blocks + 1) / 2 : blocks);
+  }
+  // Reads ahead the queries of panel n during the panel before.
+  void read_ahead(Task& task, int64_t n) const {
+    const int64_t i = first_of(n), *st = p.q.stride;
+    task.next_panel = {};
+    task.next_panel.add(static_cast<const Storage*>(p.q.data) + task.b * st[0] +
+                            head_of(task, n) * st[1] + i * st[2],
+                        st, min_of(kQueries, p.Lq - i), p.D);
+    task.next_panel.share(task.blocks.end - task.blocks.begin);
   }
 
   // Panel n of a key head.

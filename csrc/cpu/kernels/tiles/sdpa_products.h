@@ -90,6 +90,7 @@ class TileProducts {
     int64_t b, hk;
     Range blocks;               // of keys, that its panels see
     int64_t packed_piece = -1;  // in buf.keys and buf.values
+    RowsAhead next_panel, next_head;  // queries, and keys and values
   };
 
   // Blocks of a piece of the keys: all of them if they fit, else pieces of the same size.
@@ -226,6 +227,7 @@ class TileProducts {
     rows.make_scores(buf.rows, panel, block_of(task, j), buf.s[0]);
     for (; j < blocks.end; ++turn) {
       const int64_t after = next_block(j + 1);
+      task.next_panel.read_some(), task.next_head.read_some();
       const bool scores = after < blocks.end, values = before >= 0;
       float* const weights = buf.weights[turn % 2];
       float* const next = buf.s[(turn + 1) % 2];
