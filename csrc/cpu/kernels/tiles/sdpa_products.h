@@ -293,33 +293,33 @@ class TileProducts {
     static_assert(kVectors == 2 && kUnits % 2 == 0);
     // Named, because the compiler keeps no array of vectors in registers.
     Half first = half_of<kExact>(state, 0), second = half_of<kExact>(state, 1);
-    constexpr int kAll = kBlockKeys;
-    int done = 0;
-    const auto unit = [&](Half& x, const float* from, float* to) __attribute__((always_inline)) {
-      const VecF even = weight<kExact>(x, load(from), exponent);
-      const VecF odd = weight<kExact>(x, load(from + kQueries), exponent);
+    const float* const end = s + kBlockKeys * kQueries;
+    const auto unit = [&](Half& x, int n) __attribute__((always_inline)) {
+      const VecF even = weight<kExact>(x, load(s + n * W), exponent);
+      const VecF odd = weight<kExact>(x, load(s + kQueries + n * W), exponent);
       x.sum += even + odd;
       __m512i parts[kParts];
       Format::split_pairs(even, odd, parts);
       FASTATTN_UNROLL for (int part = 0; part < kParts; ++part)
-          store(to + part * 16 * kQueries, (VecF)parts[part]);
+          store(weights + part * 16 * kQueries + n * W, (VecF)parts[part]);
+    };
+    const auto next_pair = [&]() __attribute__((always_inline)) {
+      s += 2 * kQueries, weights += kQueries;
+      // Of each 16 pairs there are all parts, one after the other.
+      if (kParts > 1 && s == end - kBlockKeys / 2 * kQueries)
+        weights += (kParts - 1) * 16 * kQueries;
     };
     // Units of the first and of the second half of the queries in turn.
-    const auto next_unit = [&](Half& x, int n) __attribute__((always_inline)) {
-      const int64_t pair = done / 2;
-      unit(x, s + 2 * pair * kQueries + n * W, weights + Rows::word_of(pair, 0) * kQueries + n * W);
-      ++done;
-    };
     const auto between = [&](auto product) __attribute__((always_inline)) {
       constexpr int n = decltype(product)::value, kProducts = Squares<Format>::kProducts;
       constexpr int kBegin = n * kUnits / kProducts, kEnd = (n + 1) * kUnits / kProducts;
-      if (done >= kAll) return;
-      if constexpr (kBegin < kEnd) kBegin % 2 == 0 ? next_unit(first, 0) : next_unit(second, 1);
-      if constexpr (kBegin + 1 < kEnd)
-        kBegin % 2 == 0 ? next_unit(second, 1) : next_unit(first, 0);
+      if constexpr (kBegin == kEnd) return;
+      if (s == end) return;
+      if constexpr (kBegin % 2 == 0) unit(first, 0);
+      if constexpr (kBegin % 2 == 1 || kBegin + 1 < kEnd) unit(second, 1), next_pair();
     };
     squares.multiply(scores, outputs, between);
-    while (done < kAll) next_unit(first, 0), next_unit(second, 1);
+    for (; s < end; next_pair()) unit(first, 0), unit(second, 1);
     store(state.l, kSumOfBlock ? load(state.l) + first.sum : first.sum);
     store(state.l + W, kSumOfBlock ? load(state.l + W) + second.sum : second.sum);
   }
