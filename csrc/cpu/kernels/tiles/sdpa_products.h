@@ -47,7 +47,7 @@ class TileProducts {
   const TileRows<P> rows;
 
   struct Buffers {
-    float* q;           // [steps][part][16 words][queries]
+    float* q;           // [steps][part][16 words][queries] of the panel that advance() reached
     float* s[2];        // [keys of a block][queries] scores, of two blocks in turn
     float* weights[2];  // [2][part][16 words][queries]
     typename Rows::Buffers rows;
@@ -88,8 +88,8 @@ class TileProducts {
   struct Task {
     Buffers buf;
     int64_t b, hk;
-    Range blocks;               // of keys, that its panels see
-    int64_t packed_piece = -1;  // in buf.keys and buf.values
+    Range blocks;                     // of keys, that its panels see
+    int64_t packed_piece = -1;        // in buf.keys and buf.values
     RowsAhead next_panel, next_head;  // queries, and keys and values
   };
 
@@ -103,19 +103,29 @@ class TileProducts {
     return (all + pieces - 1) / pieces;
   }
 
-  // Statistics and outputs of the first `count` panels of the buffers.
-  void compute(Task& task, int64_t count) const {
-    each(task, count, [&](Panel& panel) { rows.begin(panel.state); });
-    each_piece(task, count, false,
-               [&](Panel& panel, Range blocks) { attend<false>(task, panel, blocks); });
-    bool safe = true;
-    each(task, count, [&](Panel& panel) {
+  // Statistics and outputs of the first `count` panels of the buffers. Writes out and lse as soon as
+  // a panel is done, if they are wanted.
+  void compute(Task& task, int64_t count, bool writes) const {
+    Panel* const panels = task.buf.panels;
+    for (int64_t n = 0; n < count; ++n) rows.begin(panels[n].state);
+    const auto settle = [&](Panel& panel) {
       rows.add_up(panel.state);
       if (p.sinks != nullptr) rows.add_sink(panel);
       panel.state.unsafe = rows.find_unsafe(panel);
-      safe &= !panel.state.unsafe;
+      panel.state.settled = true;
+      if (writes && !panel.state.unsafe) rows.finish(panel);
+    };
+    each_piece(task, [&](Range piece) {
+      attend<false>(task, count, piece, [&](Panel& panel) {
+        if (panel.blocks.end <= piece.end) settle(panel);
+      });
     });
-    if (!safe) compute_exactly(task, count);
+    bool safe = true;
+    for (int64_t n = 0; n < count; ++n) {
+      if (!panels[n].state.settled) settle(panels[n]);
+      safe &= !panels[n].state.unsafe;
+    }
+    if (!safe) compute_exactly(task, count, writes);
   }
 
  private:
@@ -126,44 +136,60 @@ class TileProducts {
   int64_t key_elements() const { return kBlockKeys * steps * kStep * kParts; }  // of a packed block
   int64_t value_elements() const { return kBlockKeys * steps_v * kStep * kParts; }
 
-  // f(panel) of the first `count` panels, with the mask of keys of its head.
+  // f(blocks) of each piece of the keys.
   template <class F>
-  FASTATTN_INLINE void each(Task& task, int64_t count, F f) const {
-    for (int64_t n = 0; n < count; ++n) {
-      Panel& panel = task.buf.panels[n];
-      rows.read_mask(task.buf.rows, panel.b, panel.h);
-      f(panel);
-    }
+  FASTATTN_INLINE void each_piece(const Task& task, F f) const {
+    for (int64_t j = task.blocks.begin; j < task.blocks.end; j += piece()) f({j, j + piece()});
   }
-  // f(panel, its blocks of a piece), piece by piece, all panels with one piece before the next.
-  // Keys, values and the panel's queries are packed.
-  template <class F>
-  FASTATTN_INLINE void each_piece(Task& task, int64_t count, bool unsafe_only, F f) const {
-    for (int64_t j = task.blocks.begin; j < task.blocks.end; j += piece()) {
-      each(task, count, [&](Panel& panel) {
-        const Range own{max_of(panel.blocks.begin, j), min_of(panel.blocks.end, j + piece())};
-        if (own.begin >= own.end || (unsafe_only && !panel.state.unsafe)) return;
-        pack_piece(task, j);
-        pack_panel_of(task, panel);
-        f(panel, own);
-      });
+
+  // A block of the keys that panel n sees, and the end of its blocks of a piece.
+  struct Meeting {
+    int64_t n = -1, block = 0, end = 0;
+  };
+  // The next meeting of a piece of the keys: all blocks of a panel, then the next panel. Packs what
+  // its scores need. False after the last one.
+  bool advance(Task& task, int64_t count, Range piece, bool unsafe_only, Meeting& x) const {
+    Buffers& buf = task.buf;
+    if (x.n >= 0) {
+      x.block = rows.next_block(buf.rows, buf.panels[x.n], x.block + 1, x.end);
+      if (x.block < x.end) return true;
     }
+    while (++x.n < count) {
+      Panel& panel = buf.panels[x.n];
+      if (unsafe_only && !panel.state.unsafe) continue;
+      rows.read_mask(buf.rows, panel.b, panel.h);
+      x.end = min_of(panel.blocks.end, piece.end);
+      x.block = rows.next_block(buf.rows, panel, max_of(panel.blocks.begin, piece.begin), x.end);
+      if (x.block >= x.end) continue;
+      pack_piece(task, piece.begin);
+      pack_panel_of(panel, buf.q);
+      if (x.n + 1 < count) read_ahead(task, buf.panels[x.n + 1], x.end - x.block);
+      return true;
+    }
+    return false;
+  }
+  // Reads ahead the queries of a panel during so many blocks.
+  void read_ahead(Task& task, const Panel& panel, int64_t blocks) const {
+    const RowsOfTile<P> q = rows.queries_of(panel);
+    task.next_panel = {};
+    task.next_panel.add(q.data, p.q.stride, panel.i1 - panel.i0, p.D);
+    task.next_panel.share(blocks);
   }
 
   // Once more, for the panels that need it: first the maxima of all keys, then everything.
-  __attribute__((noinline)) void compute_exactly(Task& task, int64_t count) const {
-    each_piece(task, count, true,
-               [&](Panel& panel, Range blocks) { find_maxima(task, panel, blocks); });
-    each(task, count, [&](Panel& panel) {
-      if (panel.state.unsafe) rows.begin_again(panel.state);
-    });
-    each_piece(task, count, true,
-               [&](Panel& panel, Range blocks) { attend<true>(task, panel, blocks); });
-    each(task, count, [&](Panel& panel) {
-      if (!panel.state.unsafe) return;
+  __attribute__((noinline)) void compute_exactly(Task& task, int64_t count, bool writes) const {
+    Panel* const panels = task.buf.panels;
+    each_piece(task, [&](Range piece) { find_maxima(task, count, piece); });
+    for (int64_t n = 0; n < count; ++n)
+      if (panels[n].state.unsafe) rows.begin_again(panels[n].state);
+    each_piece(task, [&](Range piece) { attend<true>(task, count, piece, [](Panel&) {}); });
+    for (int64_t n = 0; n < count; ++n) {
+      Panel& panel = panels[n];
+      if (!panel.state.unsafe) continue;
       rows.add_up(panel.state);
       if (p.sinks != nullptr) rows.add_sink(panel);
-    });
+      if (writes) rows.finish(panel);
+    }
   }
 
   // Packs one piece of keys and values for the tiles, once for all panels.
@@ -188,10 +214,10 @@ class TileProducts {
     }
   }
   // Packs the queries of a panel. In fp32, rows that do not split into parts are kept apart.
-  void pack_panel_of(Task& task, Panel& panel) const {
+  void pack_panel_of(Panel& panel, float* to) const {
     RowsOfTile<P> q = rows.queries_of(panel);
     if constexpr (kParts > 1) q.rows_in_use &= ~(panel.apart = separate_rows(q));
-    pack_queries<Format>(q, steps, task.buf.q);
+    pack_queries<Format>(q, steps, to);
   }
 
   // Block `block` of the keys, as the softmax reads it.
@@ -201,74 +227,85 @@ class TileProducts {
             task.buf.values_apart[n]};
   }
   // The operands of S = K Q^T for one block.
-  Operands score_operands(const Task& task, int64_t block, float* s) const {
-    return {task.buf.keys + (block - task.packed_piece) * key_elements(), task.buf.q, s, 2, steps,
+  Operands score_operands(const Task& task, const Meeting& x, float* s) const {
+    return {task.buf.keys + (x.block - task.packed_piece) * key_elements(),
+            task.buf.q,
+            s,
+            2,
+            steps,
             false};
   }
   // The operands of O += P V for one block.
-  Operands output_operands(const Task& task, const State& state, int64_t block,
-                           const float* weights) const {
-    return {task.buf.values + (block - task.packed_piece) * value_elements(), weights, state.o,
-            steps_v, 2, !state.fresh};
+  Operands output_operands(const Task& task, const Meeting& x, const float* weights) const {
+    const State& state = task.buf.panels[x.n].state;
+    return {task.buf.values + (x.block - task.packed_piece) * value_elements(),
+            weights,
+            state.o,
+            steps_v,
+            2,
+            !state.fresh};
   }
 
-  // A panel and its blocks of a piece: O += P V, l += P.
-  template <bool kExact>
-  __attribute__((noinline)) void attend(Task& task, Panel& panel, Range blocks) const {
+  // The first `count` panels and their blocks of a piece: O += P V, l += P. The last block of a panel
+  // overlaps the first one of the next. Calls done(panel) after its last block.
+  template <bool kExact, class Done>
+  __attribute__((noinline)) void attend(Task& task, int64_t count, Range piece, Done done) const {
     Buffers& buf = task.buf;
-    State& state = panel.state;
     Squares<Format> squares(buf.scratch_square);
-    const auto next_block = [&](int64_t j) {
-      return rows.next_block(buf.rows, panel, j, blocks.end);
-    };
-    int64_t j = next_block(blocks.begin), before = -1, turn = 0;
-    if (j == blocks.end) return;
-    multiply(squares, score_operands(task, j, buf.s[0]));
-    rows.make_scores(buf.rows, panel, block_of(task, j), buf.s[0]);
-    for (; j < blocks.end; ++turn) {
-      const int64_t after = next_block(j + 1);
+    Meeting x, before;
+    if (!advance(task, count, piece, kExact, x)) return;
+    multiply(squares, score_operands(task, x, buf.s[0]));
+    rows.make_scores(buf.rows, buf.panels[x.n], block_of(task, x.block), buf.s[0]);
+    int64_t turn = 0;
+    for (bool more = true; more; ++turn) {
+      Panel& panel = buf.panels[x.n];
+      State& state = panel.state;
+      Meeting after = x;
+      more = advance(task, count, piece, kExact, after);
       task.next_panel.read_some(), task.next_head.read_some();
-      const bool scores = after < blocks.end, values = before >= 0;
+      const bool values = before.n >= 0;
       float* const weights = buf.weights[turn % 2];
       float* const next = buf.s[(turn + 1) % 2];
       const float* const old = buf.weights[(turn + 1) % 2];
-      const Operands next_scores = scores ? score_operands(task, after, next) : Operands{};
-      const Operands outputs = values ? output_operands(task, state, before, old) : Operands{};
-      const auto weigh_by = [&](auto units) {
-        weigh<kExact, decltype(units)::value>(squares, state, buf.s[turn % 2], weights, next_scores,
-                                              outputs);
-      };
+      const Operands scores = more ? score_operands(task, after, next) : Operands{};
+      const Operands outputs = values ? output_operands(task, before, old) : Operands{};
+      // The vector work of 64 units is spread over the steps: 8 of them with 64 channels.
       if (kExact || steps + steps_v > 4)
-        weigh_by(Width<4>());
+        weigh<kExact, 4>(squares, state, buf.s[turn % 2], weights, scores, outputs);
       else
-        weigh_by(Width<kExact ? 4 : 8>());
+        weigh<kExact, kExact ? 4 : 8>(squares, state, buf.s[turn % 2], weights, scores, outputs);
       if (values)
-        end_outputs(squares, task, panel, before, old);
+        end_outputs(squares, task, before, old);
       else
         squares.flush();
+      if (values && before.n != x.n) {
+        squares.flush();
+        done(buf.panels[before.n]);
+      }
       if (Format::kNarrow && state.raised) {
         squares.flush();
         rows.rescale(state);
       }
-      if (p.dropout_p > 0) rows.drop(buf.rows, panel, block_of(task, j), weights);
-      if (scores) rows.make_scores(buf.rows, panel, block_of(task, after), next);
-      before = j, j = after;
+      if (p.dropout_p > 0) rows.drop(buf.rows, panel, block_of(task, x.block), weights);
+      if (more) rows.make_scores(buf.rows, buf.panels[after.n], block_of(task, after.block), next);
+      before = x, x = after;
     }
     squares.flush();
     const float* const weights = buf.weights[(turn + 1) % 2];
-    multiply(squares, output_operands(task, state, before, weights));
-    end_outputs(squares, task, panel, before, weights);
-    squares.flush();
+    multiply(squares, output_operands(task, before, weights));
+    end_outputs(squares, task, before, weights);
+    done(buf.panels[before.n]);
   }
 
   // What the products of a block's outputs leave to do.
-  void end_outputs(Squares<Format>& squares, Task& task, Panel& panel, int64_t block,
+  void end_outputs(Squares<Format>& squares, Task& task, const Meeting& x,
                    const float* weights) const {
+    Panel& panel = task.buf.panels[x.n];
     State& state = panel.state;
     state.fresh = false;
-    if (task.buf.values_apart[block - task.packed_piece] != 0) {
+    if (task.buf.values_apart[x.block - task.packed_piece] != 0) {
       squares.flush();
-      rows.add_apart(task.buf.rows, panel, block_of(task, block), weights);
+      rows.add_apart(task.buf.rows, panel, block_of(task, x.block), weights);
     }
     if (kParts > 1 && ++state.added % kBlocksOfSum == 0) {
       squares.flush();
@@ -342,21 +379,17 @@ class TileProducts {
   template <bool kExact>
   static FASTATTN_INLINE VecF weight(const Half& x, VecF score, VecF exponent) {
     VecF power = score * exponent + x.minus_m;
-    if constexpr (kExact)
-      power = select<float>(x.exact, (score - x.reference) * exponent, power);
+    if constexpr (kExact) power = select<float>(x.exact, (score - x.reference) * exponent, power);
     return exp2_any<P::kCoarseExp>(power);
   }
 
-  // The maximum score of each query of a panel, before any exponential.
-  void find_maxima(Task& task, Panel& panel, Range blocks) const {
-    const auto next_block = [&](int64_t j) {
-      return rows.next_block(task.buf.rows, panel, j, blocks.end);
-    };
+  // The maximum score of each query of the unsafe panels, before any exponential.
+  void find_maxima(Task& task, int64_t count, Range piece) const {
     float* const s = task.buf.s[0];
-    for (int64_t j = next_block(blocks.begin); j < blocks.end; j = next_block(j + 1)) {
+    for (Meeting x; advance(task, count, piece, true, x);) {
       Squares<Format> squares(task.buf.scratch_square);
-      multiply(squares, score_operands(task, j, s));
-      rows.raise_maxima(task.buf.rows, panel, block_of(task, j), s);
+      multiply(squares, score_operands(task, x, s));
+      rows.raise_maxima(task.buf.rows, task.buf.panels[x.n], block_of(task, x.block), s);
     }
   }
 };
