@@ -2,6 +2,7 @@
 
 #include <omp.h>
 #include <pthread.h>
+#include <sys/mman.h>
 
 #include <atomic>
 #include <cstdlib>
@@ -27,6 +28,8 @@ thread_local Scratch scratch;
 // Starting a team costs a few microseconds; a core does about this much work in that time (Zen 3).
 constexpr double kSerialFlops = 1e6;
 
+constexpr size_t kHugePage = size_t{2} << 20;
+
 }  // namespace
 
 bool in_forked_child() { return registered != 0 || forked.load(std::memory_order_relaxed); }
@@ -43,9 +46,12 @@ void* thread_scratch(size_t bytes) {
   if (bytes > scratch.size) {
     std::free(scratch.data);
     scratch.size = 0;
-    const size_t rounded = (bytes + 4095) / 4096 * 4096;
-    scratch.data = std::aligned_alloc(4096, rounded);
+    const size_t page = bytes < kHugePage / 8 ? 4096 : kHugePage;
+    const size_t rounded = (bytes + page - 1) / page * page;
+    scratch.data = std::aligned_alloc(page, rounded);
     if (scratch.data == nullptr) throw std::bad_alloc();
+    // Consecutive lines of a huge page are spread evenly over the sets of L2. A hint: it may fail.
+    if (page == kHugePage) madvise(scratch.data, rounded, MADV_HUGEPAGE);
     scratch.size = rounded;
   }
   return scratch.data;

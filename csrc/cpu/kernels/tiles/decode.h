@@ -138,7 +138,7 @@ class TileDecode {
         : buf(decode.scratch()),
           s(decode.stacked(buf, head)),
           products(s, kBlocks),
-          task{products.allocate(buf.products, decode.panels), 0, 0, {}} {}
+          task{products.allocate(buf.products, decode.panels), 0, 0, {}, -1, {}, {}} {}
   };
 
   // The buffers of this thread.
@@ -170,7 +170,7 @@ class TileDecode {
     for (int64_t n = 0; n < panels; ++n) place(x.task.buf.panels[n], head, n, blocks);
     {
       const TileScope tiles;
-      x.products.compute(x.task, panels);
+      x.products.compute(x.task, panels, false);
     }
     for (int64_t n = 0; n < panels; ++n) {
       float* const to = state + n * panel_size();

@@ -44,8 +44,9 @@ class TileBackwardUnit {
   // A chunk packs all queries of its head group, so that few heads make many tasks. With 1024
   // keys, the packing is a small part of its work.
   static constexpr int64_t kChunkKeys = 1024, kMostChunks = 8;
-  // Queries of a panel times channels: its packed operands and dQ are then 0.75 MiB.
-  static constexpr int64_t kPanelElements = (1 << 16) / kMostParts;
+  // Queries of a panel times channels, so that its packed operands and dQ stay in L2: 0.75 MiB, or
+  // 0.9 MiB in parts.
+  static constexpr int64_t kPanelElements = 1 << (kMostParts > 1 ? 15 : 16);
   // In fp32, queries whose dK and dV are summed before they are added to the others: each square
   // adds as many roundings as there are products of parts. A multiple of a panel.
   static constexpr int64_t kQueriesOfSum = 1024;
@@ -59,8 +60,7 @@ class TileBackwardUnit {
                        kKeysOfBlock)),
         dp(round_up(params.D, kSide)),
         dvp(round_up(params.Dv, kSide)),
-        panel(max_of<int64_t>(1, kPanelElements / max_of(dp, dvp) / kQueriesOfBlock) *
-              kQueriesOfBlock),
+        panel(queries_of_panel()),
         excludes(make_rule<T>(params).excludes),
         gradients(params) {}
 
@@ -154,6 +154,14 @@ class TileBackwardUnit {
   const int64_t chunk, dp, dvp, panel;
   const bool excludes;  // some pairs may be excluded
   const Gradients gradients;
+
+  // A power of two, so that kQueriesOfSum is a multiple of it.
+  int64_t queries_of_panel() const {
+    const int64_t most = kParts > 1 ? kQueriesOfSum : INT64_MAX;
+    int64_t queries = kQueriesOfBlock;
+    while (2 * queries <= min_of(most, kPanelElements / max_of(dp, dvp))) queries *= 2;
+    return queries;
+  }
 
   // The sums of the gradient of a relative bias, behind the sums of dQ.
   template <class Sum>

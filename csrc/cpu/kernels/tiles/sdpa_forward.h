@@ -14,11 +14,14 @@ namespace {
 
 template <class P>
 class TileForward {
+  typedef typename P::Storage Storage;
   typedef typename TileProducts<P>::Panel Panel;
   typedef typename TileProducts<P>::Task Task;
   static constexpr int64_t kQueries = TileRows<P>::kQueries;  // of a panel
-  static constexpr int64_t kPanelsAtATime = 256;  // that wait for the next piece of the keys
-  static constexpr int64_t kLeastPanels = 16;     // that share the packing of a task
+  // Panels that are computed together: they overlap each other, and wait for the next piece of the
+  // keys, if there is one.
+  static constexpr int64_t kPanelsOfPiece = 2, kPanelsOfPieces = 256;
+  static constexpr int64_t kLeastPanels = 16;  // that share the packing of a task
 
  public:
   explicit TileForward(const Sequence& params)
@@ -35,13 +38,16 @@ class TileForward {
   // A task is a share of the panels of a key head. Under a causal mask the longest ones come first.
   void run(int64_t t) const {
     const TileScope tiles;
-    const int64_t heads = p.B * p.Hkv;
+    const int64_t heads = p.B * p.Hkv, head = head_of_task(t);
     const bool causal = p.window_right >= 0;
-    const int64_t head = causal ? t % heads : t / chunks();
     const int64_t chunk = causal ? chunks() - 1 - t / heads : t % chunks();
-    Task task{products.allocate(thread_scratch(bytes), together()), head / p.Hkv, head % p.Hkv, {}};
+    Task task;
+    task.buf = products.allocate(thread_scratch(bytes), together());
+    task.b = head / p.Hkv, task.hk = head % p.Hkv;
     const Range all{chunk * share, min_of((chunk + 1) * share, group * panels)};
     task.blocks = blocks_of(task, all);
+    if (one_piece() && p.pages == nullptr && t + 1 < tasks() && head_of_task(t + 1) != head)
+      read_ahead(task, head_of_task(t + 1), all.end - all.begin);
     for (int64_t n = all.begin; n < all.end; n += together()) {
       const int64_t count = min_of(together(), all.end - n);
       for (int64_t i = 0; i < count; ++i) {
@@ -49,8 +55,7 @@ class TileForward {
         products.rows.place(task.buf.rows, panel, task.b, task.hk, head_of(task, n + i),
                             first_of(n + i));
       }
-      products.compute(task, count);
-      for (int64_t i = 0; i < count; ++i) products.rows.finish(task.buf.panels[i]);
+      products.compute(task, count, true);
     }
   }
 
@@ -70,11 +75,25 @@ class TileForward {
   }
   // Tasks of a key head.
   int64_t chunks() const { return (group * panels + share - 1) / share; }
-  // Panels that are computed together: one, if all keys are one piece.
-  int64_t together() const {
-    return products.piece() >= products.rows.all_blocks() ? 1 : min_of(share, kPanelsAtATime);
+  bool one_piece() const { return products.piece() >= products.rows.all_blocks(); }
+  int64_t together() const { return min_of(share, one_piece() ? kPanelsOfPiece : kPanelsOfPieces); }
+
+  int64_t head_of_task(int64_t t) const {
+    return p.window_right >= 0 ? t % (p.B * p.Hkv) : t / chunks();
   }
 
+  // Reads ahead the keys and values of another head during this many panels of a task.
+  void read_ahead(Task& task, int64_t head, int64_t count) const {
+    const auto add = [&](const Tensor4& x, int64_t channels) {
+      const int64_t b = head / p.Hkv, h = head % p.Hkv;
+      task.next_head.add(static_cast<const Storage*>(x.data) + b * x.stride[0] + h * x.stride[1],
+                         x.stride, p.Lk, channels);
+    };
+    add(p.k, p.D), add(p.v, p.Dv);
+    // Under a causal mask panels meet half of the blocks.
+    const int64_t blocks = count * (task.blocks.end - task.blocks.begin);
+    task.next_head.share(p.window_right >= 0 ? (blocks + 1) / 2 : blocks);
+  }
   // Panel n of a key head.
   int64_t head_of(const Task& task, int64_t n) const { return task.hk * group + n / panels; }
   // The first query of panel n.

@@ -29,7 +29,9 @@ class TileGradients {
   static constexpr int kSquare = kSide * kSide;  // floats row by row, or elements of two tiles
   template <class Of>
   static constexpr int64_t kTiles = kTileElements * Of::kParts;  // elements of all parts of a tile
-  static constexpr int kRows = 4, kColumns = 8;  // squares of a block: of keys, of queries
+  // Squares of a block: of keys, of queries. Blocks of parts are smaller: a square is several
+  // products for each load of a sum, and its P and dS take several times the cache.
+  static constexpr int kRows = Format::kParts > 1 ? 2 : 4, kColumns = Format::kParts > 1 ? 4 : 8;
   static constexpr int kKeysOfBlock = kSide * kRows, kQueriesOfBlock = kSide * kColumns;
   static_assert(kPanelLanes<P> == kSide && W == 16);
 

@@ -47,12 +47,11 @@ class TileProducts {
   const TileRows<P> rows;
 
   struct Buffers {
-    float* q;           // [steps][part][16 words][queries]
+    float* q;           // [steps][part][16 words][queries] of the panel that advance() reached
     float* s[2];        // [keys of a block][queries] scores, of two blocks in turn
     float* weights[2];  // [2][part][16 words][queries]
     typename Rows::Buffers rows;
     float* scratch_square;  // [32][32]
-    Square* squares;        // of the scores, then of the outputs
     Element* keys;          // [piece] packed blocks
     Element* values;        // [piece] packed blocks
     // Per block, which keys and which values are packed as zeros, and computed pair by pair.
@@ -70,7 +69,6 @@ class TileProducts {
     for (float*& w : buf.weights) w = a.take<float>(kBlockKeys / 2 * kQueries * kParts);
     buf.rows = rows.allocate(a);
     buf.scratch_square = a.take<float>(kQueries * kQueries);
-    buf.squares = a.take<Square>(score_squares() + output_squares());
     buf.keys = a.take<Element>(piece() * key_elements());
     buf.values = a.take<Element>(piece() * value_elements());
     buf.keys_apart = a.take<uint64_t>(piece()), buf.values_apart = a.take<uint64_t>(piece());
@@ -83,7 +81,6 @@ class TileProducts {
       buf.panels[n].state.o = o + n * rows.output_floats();
       buf.panels[n].state.total = total + n * rows.output_floats();
     }
-    list_squares(buf.squares);
     return buf;
   }
 
@@ -91,8 +88,9 @@ class TileProducts {
   struct Task {
     Buffers buf;
     int64_t b, hk;
-    Range blocks;               // of keys, that its panels see
-    int64_t packed_piece = -1;  // in buf.keys and buf.values
+    Range blocks;                     // of keys, that its panels see
+    int64_t packed_piece = -1;        // in buf.keys and buf.values
+    RowsAhead next_panel, next_head;  // queries, and keys and values
   };
 
   // Blocks of a piece of the keys: all of them if they fit, else pieces of the same size.
@@ -105,19 +103,29 @@ class TileProducts {
     return (all + pieces - 1) / pieces;
   }
 
-  // Statistics and outputs of the first `count` panels of the buffers.
-  void compute(Task& task, int64_t count) const {
-    each(task, count, [&](Panel& panel) { rows.begin(panel.state); });
-    each_piece(task, count, false,
-               [&](Panel& panel, Range blocks) { attend<false>(task, panel, blocks); });
-    bool safe = true;
-    each(task, count, [&](Panel& panel) {
+  // Statistics and outputs of the first `count` panels of the buffers. Writes out and lse as soon as
+  // a panel is done, if they are wanted.
+  void compute(Task& task, int64_t count, bool writes) const {
+    Panel* const panels = task.buf.panels;
+    for (int64_t n = 0; n < count; ++n) rows.begin(panels[n].state);
+    const auto settle = [&](Panel& panel) {
       rows.add_up(panel.state);
       if (p.sinks != nullptr) rows.add_sink(panel);
       panel.state.unsafe = rows.find_unsafe(panel);
-      safe &= !panel.state.unsafe;
+      panel.state.settled = true;
+      if (writes && !panel.state.unsafe) rows.finish(panel);
+    };
+    each_piece(task, [&](Range piece) {
+      attend<false>(task, count, piece, [&](Panel& panel) {
+        if (panel.blocks.end <= piece.end) settle(panel);
+      });
     });
-    if (!safe) compute_exactly(task, count);
+    bool safe = true;
+    for (int64_t n = 0; n < count; ++n) {
+      if (!panels[n].state.settled) settle(panels[n]);
+      safe &= !panels[n].state.unsafe;
+    }
+    if (!safe) compute_exactly(task, count, writes);
   }
 
  private:
@@ -128,61 +136,60 @@ class TileProducts {
   int64_t key_elements() const { return kBlockKeys * steps * kStep * kParts; }  // of a packed block
   int64_t value_elements() const { return kBlockKeys * steps_v * kStep * kParts; }
 
-  // Squares of one block: for the scores, and for the outputs.
-  int64_t score_squares() const { return 2 * steps * Products::count; }
-  int64_t output_squares() const { return 2 * steps_v * Products::count; }
-  // Both kinds read their packed tiles one after the other.
-  void list_squares(Square* list) const {
-    const auto add = [&](int64_t left, int64_t right, int64_t sum, bool first) {
-      for (int n = 0; n < Products::count; ++n)
-        *list++ = {(left * kParts + Products::left[n]) * 2 * kTileElements,
-                   (right * kParts + Products::right[n]) * kRightTile, sum * kStep * kQueries,
-                   first && n == 0};
-    };
-    for (int64_t keys = 0; keys < 2; ++keys)
-      for (int64_t d = 0; d < steps; ++d) add(keys * steps + d, d, keys, d == 0);
-    for (int64_t d = 0; d < steps_v; ++d)
-      for (int64_t keys = 0; keys < 2; ++keys) add(d * 2 + keys, keys, d, keys == 0);
+  // f(blocks) of each piece of the keys.
+  template <class F>
+  FASTATTN_INLINE void each_piece(const Task& task, F f) const {
+    for (int64_t j = task.blocks.begin; j < task.blocks.end; j += piece()) f({j, j + piece()});
   }
 
-  // f(panel) of the first `count` panels, with the mask of keys of its head.
-  template <class F>
-  FASTATTN_INLINE void each(Task& task, int64_t count, F f) const {
-    for (int64_t n = 0; n < count; ++n) {
-      Panel& panel = task.buf.panels[n];
-      rows.read_mask(task.buf.rows, panel.b, panel.h);
-      f(panel);
+  // A block of the keys that panel n sees, and the end of its blocks of a piece.
+  struct Meeting {
+    int64_t n = -1, block = 0, end = 0;
+  };
+  // The next meeting of a piece of the keys: all blocks of a panel, then the next panel. Packs what
+  // its scores need. False after the last one.
+  bool advance(Task& task, int64_t count, Range piece, bool unsafe_only, Meeting& x) const {
+    Buffers& buf = task.buf;
+    if (x.n >= 0) {
+      x.block = rows.next_block(buf.rows, buf.panels[x.n], x.block + 1, x.end);
+      if (x.block < x.end) return true;
     }
+    while (++x.n < count) {
+      Panel& panel = buf.panels[x.n];
+      if (unsafe_only && !panel.state.unsafe) continue;
+      rows.read_mask(buf.rows, panel.b, panel.h);
+      x.end = min_of(panel.blocks.end, piece.end);
+      x.block = rows.next_block(buf.rows, panel, max_of(panel.blocks.begin, piece.begin), x.end);
+      if (x.block >= x.end) continue;
+      pack_piece(task, piece.begin);
+      pack_panel_of(panel, buf.q);
+      if (x.n + 1 < count) read_ahead(task, buf.panels[x.n + 1], x.end - x.block);
+      return true;
+    }
+    return false;
   }
-  // f(panel, its blocks of a piece), piece by piece, all panels with one piece before the next.
-  // Keys, values and the panel's queries are packed.
-  template <class F>
-  FASTATTN_INLINE void each_piece(Task& task, int64_t count, bool unsafe_only, F f) const {
-    for (int64_t j = task.blocks.begin; j < task.blocks.end; j += piece()) {
-      each(task, count, [&](Panel& panel) {
-        const Range own{max_of(panel.blocks.begin, j), min_of(panel.blocks.end, j + piece())};
-        if (own.begin >= own.end || (unsafe_only && !panel.state.unsafe)) return;
-        pack_piece(task, j);
-        pack_panel_of(task, panel);
-        f(panel, own);
-      });
-    }
+  // Reads ahead the queries of a panel during so many blocks.
+  void read_ahead(Task& task, const Panel& panel, int64_t blocks) const {
+    const RowsOfTile<P> q = rows.queries_of(panel);
+    task.next_panel = {};
+    task.next_panel.add(q.data, p.q.stride, panel.i1 - panel.i0, p.D);
+    task.next_panel.share(blocks);
   }
 
   // Once more, for the panels that need it: first the maxima of all keys, then everything.
-  __attribute__((noinline)) void compute_exactly(Task& task, int64_t count) const {
-    each_piece(task, count, true,
-               [&](Panel& panel, Range blocks) { find_maxima(task, panel, blocks); });
-    each(task, count, [&](Panel& panel) {
-      if (panel.state.unsafe) rows.begin_again(panel.state);
-    });
-    each_piece(task, count, true,
-               [&](Panel& panel, Range blocks) { attend<true>(task, panel, blocks); });
-    each(task, count, [&](Panel& panel) {
-      if (!panel.state.unsafe) return;
+  __attribute__((noinline)) void compute_exactly(Task& task, int64_t count, bool writes) const {
+    Panel* const panels = task.buf.panels;
+    each_piece(task, [&](Range piece) { find_maxima(task, count, piece); });
+    for (int64_t n = 0; n < count; ++n)
+      if (panels[n].state.unsafe) rows.begin_again(panels[n].state);
+    each_piece(task, [&](Range piece) { attend<true>(task, count, piece, [](Panel&) {}); });
+    for (int64_t n = 0; n < count; ++n) {
+      Panel& panel = panels[n];
+      if (!panel.state.unsafe) continue;
       rows.add_up(panel.state);
       if (p.sinks != nullptr) rows.add_sink(panel);
-    });
+      if (writes) rows.finish(panel);
+    }
   }
 
   // Packs one piece of keys and values for the tiles, once for all panels.
@@ -207,10 +214,10 @@ class TileProducts {
     }
   }
   // Packs the queries of a panel. In fp32, rows that do not split into parts are kept apart.
-  void pack_panel_of(Task& task, Panel& panel) const {
+  void pack_panel_of(Panel& panel, float* to) const {
     RowsOfTile<P> q = rows.queries_of(panel);
     if constexpr (kParts > 1) q.rows_in_use &= ~(panel.apart = separate_rows(q));
-    pack_queries<Format>(q, steps, task.buf.q);
+    pack_queries<Format>(q, steps, to);
   }
 
   // Block `block` of the keys, as the softmax reads it.
@@ -220,70 +227,85 @@ class TileProducts {
             task.buf.values_apart[n]};
   }
   // The operands of S = K Q^T for one block.
-  Operands score_operands(const Task& task, int64_t block, float* s) const {
-    return {task.buf.keys + (block - task.packed_piece) * key_elements(), task.buf.q, s, false};
+  Operands score_operands(const Task& task, const Meeting& x, float* s) const {
+    return {task.buf.keys + (x.block - task.packed_piece) * key_elements(),
+            task.buf.q,
+            s,
+            2,
+            steps,
+            false};
   }
   // The operands of O += P V for one block.
-  Operands output_operands(const Task& task, const State& state, int64_t block,
-                           const float* weights) const {
-    return {task.buf.values + (block - task.packed_piece) * value_elements(), weights, state.o,
+  Operands output_operands(const Task& task, const Meeting& x, const float* weights) const {
+    const State& state = task.buf.panels[x.n].state;
+    return {task.buf.values + (x.block - task.packed_piece) * value_elements(),
+            weights,
+            state.o,
+            steps_v,
+            2,
             !state.fresh};
   }
 
-  // A panel and its blocks of a piece: O += P V, l += P.
-  template <bool kExact>
-  __attribute__((noinline)) void attend(Task& task, Panel& panel, Range blocks) const {
+  // The first `count` panels and their blocks of a piece: O += P V, l += P. The last block of a panel
+  // overlaps the first one of the next. Calls done(panel) after its last block.
+  template <bool kExact, class Done>
+  __attribute__((noinline)) void attend(Task& task, int64_t count, Range piece, Done done) const {
     Buffers& buf = task.buf;
-    State& state = panel.state;
-    const int64_t second = score_squares(), last = second + output_squares();
     Squares<Format> squares(buf.scratch_square);
-    const auto nothing = []() {};
-    const auto next_block = [&](int64_t j) {
-      return rows.next_block(buf.rows, panel, j, blocks.end);
-    };
-    int64_t j = next_block(blocks.begin), before = -1, turn = 0;
-    if (j == blocks.end) return;
-    squares.multiply(buf.squares, 0, second, second, score_operands(task, j, buf.s[0]), {},
-                     nothing);
-    squares.flush();
-    rows.make_scores(buf.rows, panel, block_of(task, j), buf.s[0]);
-    for (; j < blocks.end; ++turn) {
-      const int64_t after = next_block(j + 1);
-      const bool scores = after < blocks.end, values = before >= 0;
+    Meeting x, before;
+    if (!advance(task, count, piece, kExact, x)) return;
+    multiply(squares, score_operands(task, x, buf.s[0]));
+    rows.make_scores(buf.rows, buf.panels[x.n], block_of(task, x.block), buf.s[0]);
+    int64_t turn = 0;
+    for (bool more = true; more; ++turn) {
+      Panel& panel = buf.panels[x.n];
+      State& state = panel.state;
+      Meeting after = x;
+      more = advance(task, count, piece, kExact, after);
+      task.next_panel.read_some(), task.next_head.read_some();
+      const bool values = before.n >= 0;
       float* const weights = buf.weights[turn % 2];
       float* const next = buf.s[(turn + 1) % 2];
       const float* const old = buf.weights[(turn + 1) % 2];
-      weigh<kExact>(squares, buf, state, buf.s[turn % 2], weights, scores ? 0 : second,
-                    values ? last : second, scores ? score_operands(task, after, next) : Operands{},
-                    values ? output_operands(task, state, before, old) : Operands{});
+      const Operands scores = more ? score_operands(task, after, next) : Operands{};
+      const Operands outputs = values ? output_operands(task, before, old) : Operands{};
+      // The vector work of 64 units is spread over the steps: 8 of them with 64 channels.
+      if (kExact || steps + steps_v > 4)
+        weigh<kExact, 4>(squares, state, buf.s[turn % 2], weights, scores, outputs);
+      else
+        weigh<kExact, kExact ? 4 : 8>(squares, state, buf.s[turn % 2], weights, scores, outputs);
       if (values)
-        end_outputs(squares, task, panel, before, old);
+        end_outputs(squares, task, before, old);
       else
         squares.flush();
+      if (values && before.n != x.n) {
+        squares.flush();
+        done(buf.panels[before.n]);
+      }
       if (Format::kNarrow && state.raised) {
         squares.flush();
         rows.rescale(state);
       }
-      if (p.dropout_p > 0) rows.drop(buf.rows, panel, block_of(task, j), weights);
-      if (scores) rows.make_scores(buf.rows, panel, block_of(task, after), next);
-      before = j, j = after;
+      if (p.dropout_p > 0) rows.drop(buf.rows, panel, block_of(task, x.block), weights);
+      if (more) rows.make_scores(buf.rows, buf.panels[after.n], block_of(task, after.block), next);
+      before = x, x = after;
     }
     squares.flush();
     const float* const weights = buf.weights[(turn + 1) % 2];
-    squares.multiply(buf.squares, second, second, last, {},
-                     output_operands(task, state, before, weights), nothing);
-    end_outputs(squares, task, panel, before, weights);
-    squares.flush();
+    multiply(squares, output_operands(task, before, weights));
+    end_outputs(squares, task, before, weights);
+    done(buf.panels[before.n]);
   }
 
   // What the products of a block's outputs leave to do.
-  void end_outputs(Squares<Format>& squares, Task& task, Panel& panel, int64_t block,
+  void end_outputs(Squares<Format>& squares, Task& task, const Meeting& x,
                    const float* weights) const {
+    Panel& panel = task.buf.panels[x.n];
     State& state = panel.state;
     state.fresh = false;
-    if (task.buf.values_apart[block - task.packed_piece] != 0) {
+    if (task.buf.values_apart[x.block - task.packed_piece] != 0) {
       squares.flush();
-      rows.add_apart(task.buf.rows, panel, block_of(task, block), weights);
+      rows.add_apart(task.buf.rows, panel, block_of(task, x.block), weights);
     }
     if (kParts > 1 && ++state.added % kBlocksOfSum == 0) {
       squares.flush();
@@ -291,65 +313,83 @@ class TileProducts {
     }
   }
 
-  // Weights of a block from its scores, with squares [begin, end) of the scores of the next block
-  // and the outputs of the one before in between. A unit of vector work is a pair of keys.
-  template <bool kExact>
-  __attribute__((noinline)) void weigh(Squares<Format>& squares, const Buffers& buf, State& state,
-                                       const float* s, float* weights, int64_t begin, int64_t end,
-                                       Operands scores, Operands outputs) const {
-    const VecF exponent = splat(rows.exponent());
-    VecF minus_m[kVectors], sum[kVectors], reference[kVectors];
-    VecI exact[kVectors];
-    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
-      minus_m[n] = load(state.minus_m + n * W);
-      sum[n] = kSumOfBlock ? VecF{} : load(state.l + n * W);
-      if constexpr (kExact) {
-        const VecF m = load(state.m + n * W);
-        reference[n] = select<float>(m == -kInf<float>, VecF{}, m);
-        exact[n] = (VecI)load(reinterpret_cast<const float*>(state.exact) + n * W);
-      }
-    }
-    const auto weight = [&](VecF x, int n) __attribute__((always_inline)) {
-      VecF power = x * exponent + minus_m[n];
-      if constexpr (kExact) power = select<float>(exact[n], (x - reference[n]) * exponent, power);
-      return exp2_any<P::kCoarseExp>(power);
-    };
-    constexpr int64_t kPairs = kBlockKeys / 2;
-    int64_t pair = 0, due = 0;
-    const auto weigh_pair = [&]() __attribute__((always_inline)) {
-      FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n) {
-        const VecF even = weight(load(s + 2 * pair * kQueries + n * W), n);
-        const VecF odd = weight(load(s + (2 * pair + 1) * kQueries + n * W), n);
-        sum[n] += even + odd;
-        __m512i parts[kParts];
-        Format::split_pairs(even, odd, parts);
-        FASTATTN_UNROLL for (int part = 0; part < kParts; ++part)
-            store(weights + Rows::word_of(pair, part) * kQueries + n * W, (VecF)parts[part]);
-      }
-      ++pair;
-    };
-    const int64_t products = 4 * (end - begin);
-    const auto between = [&]() __attribute__((always_inline)) {
-      for (due += kPairs; due >= products; due -= products) weigh_pair();
-    };
-    squares.multiply(buf.squares, begin, score_squares(), end, scores, outputs, between);
-    while (pair < kPairs) weigh_pair();
-    FASTATTN_UNROLL for (int n = 0; n < kVectors; ++n)
-        store(state.l + n * W, kSumOfBlock ? load(state.l + n * W) + sum[n] : sum[n]);
+  // Products without vector work.
+  __attribute__((noinline)) static void multiply(Squares<Format>& squares, const Operands& x) {
+    squares.multiply(x, {}, [](auto) {});
+    squares.flush();
   }
 
-  // The maximum score of each query of a panel, before any exponential.
-  void find_maxima(Task& task, Panel& panel, Range blocks) const {
-    const auto next_block = [&](int64_t j) {
-      return rows.next_block(task.buf.rows, panel, j, blocks.end);
+  // Weights of a block from its scores, with the products of the scores of the next block and of
+  // the outputs of the one before in between, kUnits units of vector work a step. A unit is half of
+  // the queries of a pair of keys.
+  template <bool kExact, int kUnits>
+  __attribute__((noinline)) void weigh(Squares<Format>& squares, State& state, const float* s,
+                                       float* weights, const Operands& scores,
+                                       const Operands& outputs) const {
+    const VecF exponent = splat(rows.exponent());
+    static_assert(kVectors == 2 && kUnits % 2 == 0);
+    // Named, because the compiler keeps no array of vectors in registers.
+    Half first = half_of<kExact>(state, 0), second = half_of<kExact>(state, 1);
+    const float* const end = s + kBlockKeys * kQueries;
+    const auto unit = [&](Half& x, int n) __attribute__((always_inline)) {
+      const VecF even = weight<kExact>(x, load(s + n * W), exponent);
+      const VecF odd = weight<kExact>(x, load(s + kQueries + n * W), exponent);
+      x.sum += even + odd;
+      __m512i parts[kParts];
+      Format::split_pairs(even, odd, parts);
+      FASTATTN_UNROLL for (int part = 0; part < kParts; ++part)
+          store(weights + part * 16 * kQueries + n * W, (VecF)parts[part]);
     };
+    const auto next_pair = [&]() __attribute__((always_inline)) {
+      s += 2 * kQueries, weights += kQueries;
+      // Of each 16 pairs there are all parts, one after the other.
+      if (kParts > 1 && s == end - kBlockKeys / 2 * kQueries)
+        weights += (kParts - 1) * 16 * kQueries;
+    };
+    // Units of the first and of the second half of the queries in turn.
+    const auto between = [&](auto product) __attribute__((always_inline)) {
+      constexpr int n = decltype(product)::value, kProducts = Squares<Format>::kProducts;
+      constexpr int kBegin = n * kUnits / kProducts, kEnd = (n + 1) * kUnits / kProducts;
+      if constexpr (kBegin == kEnd) return;
+      if (s == end) return;
+      if constexpr (kBegin % 2 == 0) unit(first, 0);
+      if constexpr (kBegin % 2 == 1 || kBegin + 1 < kEnd) unit(second, 1), next_pair();
+    };
+    squares.multiply(scores, outputs, between);
+    for (; s < end; next_pair()) unit(first, 0), unit(second, 1);
+    store(state.l, kSumOfBlock ? load(state.l) + first.sum : first.sum);
+    store(state.l + W, kSumOfBlock ? load(state.l + W) + second.sum : second.sum);
+  }
+
+  // What the weights of half of the queries are relative to, and their sum.
+  struct Half {
+    VecF minus_m, sum, reference;
+    VecI exact;
+  };
+  template <bool kExact>
+  static FASTATTN_INLINE Half half_of(const State& state, int n) {
+    Half x{load(state.minus_m + n * W), kSumOfBlock ? VecF{} : load(state.l + n * W), {}, {}};
+    if constexpr (kExact) {
+      const VecF m = load(state.m + n * W);
+      x.reference = select<float>(m == -kInf<float>, VecF{}, m);
+      x.exact = (VecI)load(reinterpret_cast<const float*>(state.exact) + n * W);
+    }
+    return x;
+  }
+  template <bool kExact>
+  static FASTATTN_INLINE VecF weight(const Half& x, VecF score, VecF exponent) {
+    VecF power = score * exponent + x.minus_m;
+    if constexpr (kExact) power = select<float>(x.exact, (score - x.reference) * exponent, power);
+    return exp2_any<P::kCoarseExp>(power);
+  }
+
+  // The maximum score of each query of the unsafe panels, before any exponential.
+  void find_maxima(Task& task, int64_t count, Range piece) const {
     float* const s = task.buf.s[0];
-    for (int64_t j = next_block(blocks.begin); j < blocks.end; j = next_block(j + 1)) {
+    for (Meeting x; advance(task, count, piece, true, x);) {
       Squares<Format> squares(task.buf.scratch_square);
-      squares.multiply(task.buf.squares, 0, score_squares(), score_squares(),
-                       score_operands(task, j, s), {}, []() {});
-      squares.flush();
-      rows.raise_maxima(task.buf.rows, panel, block_of(task, j), s);
+      multiply(squares, score_operands(task, x, s));
+      rows.raise_maxima(task.buf.rows, task.buf.panels[x.n], block_of(task, x.block), s);
     }
   }
 };

@@ -51,6 +51,7 @@ class TileRows {
     bool waiting;             // some queries have seen no key so far
     bool raised;              // some references, so that rescale is due
     bool unsafe;              // some queries are to be computed again
+    bool settled;             // all keys are read, and unsafe is known
   };
 
   // Where the queries of a panel are on the axis of keys, and their slopes (see LanesOfHead).
@@ -170,6 +171,7 @@ class TileRows {
   // Before the first key.
   void begin(State& state) const {
     for (int64_t i = 0; i < kQueries; ++i) state.exact[i] = 0;
+    state.unsafe = state.settled = false;
     forget_references(state);
     clear(state);
   }

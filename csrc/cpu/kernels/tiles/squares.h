@@ -1,6 +1,6 @@
-// Products of tiles as a list of squares: each is four products, [32, 32] += [32, 32] [32, 32], in
-// tiles 0 to 3. Between two products a caller does vector work, because the tile unit and the
-// vector units overlap only as far as the reorder window reaches.
+// Products of tiles in squares: [32, 32] += [32, 32] [32, 32] is four products, in tiles 0 to 3.
+// Between two products a caller does vector work, because the tile unit and the vector units
+// overlap only as far as the reorder window reaches.
 #pragma once
 #include "pack.h"
 
@@ -12,70 +12,60 @@ constexpr int64_t kLanesOfSquare = 32;
 constexpr int64_t kSquareBytes = kLanesOfSquare * 4;  // of a row of floats, or of words
 constexpr int64_t kRightTile = 16 * kLanesOfSquare;   // words from one right side to the next
 
-// Where the operands of a square are, from the beginning of its kind's.
-struct Square {
-  int64_t left;   // elements: two packed tiles, the upper and the lower half
-  int64_t right;  // words: 16 rows of 32
-  int64_t sum;    // floats: 32 rows of 32
-  bool first;     // of the squares that are added to the same sum, which are consecutive
-};
-
-// The operands of one kind of squares, which are products for the scores or for the outputs.
+// One kind of products, for the scores or for the outputs: each of `sums` squares adds `steps`
+// products of a left and a right side.
 struct Operands {
-  const Element* left;  // streamed from L2, each tile once
-  const float* right;   // stays in L1
-  float* sum;
+  const Element* left;  // [sums][steps][part][2] packed tiles, streamed from L2, each once
+  const float* right;   // [steps][part][16 words][32], stays in L1
+  float* sum;           // [sums][32][32]
+  int64_t sums, steps;
   bool add;  // to what the sums hold, else from zero
 };
 
 template <class Format>
 class Squares {
+  typedef PartProducts<Format::kParts> Products;
+  static constexpr int64_t kLeftPart = 2 * kTileElements;
+
  public:
+  // Products of tiles for each step of a sum.
+  static constexpr int kProducts = 4 * Products::count;
+
   // `scratch_square`: [32, 32], takes the store before the first sum.
   FASTATTN_INLINE explicit Squares(float* scratch_square)
       : nowhere_(scratch_square), pending_(scratch_square) {}
 
-  // Squares [begin, end) of a list; squares from `second` on are of kind b. Each tile is loaded one
-  // or two products before it is needed, and kept where the next square has it too: six products of
-  // three parts then load 7 pairs of tiles instead of 12.
+  // The products of a, then of b; either may have no sums. Calls between(n) after product n of each
+  // step. Each tile is loaded one or two products before it is needed, and kept where the next
+  // square has it too: six products of three parts then load 7 pairs of tiles instead of 12.
   //
   // The sums of the last square stay in their tiles until others need these, or flush(). A store
   // right after its product would wait for it and block what follows: of eight products, 190 cycles
   // instead of 132.
   template <class Between>
-  FASTATTN_INLINE void multiply(const Square* list, int64_t begin, int64_t second, int64_t end,
-                                const Operands& a, const Operands& b, Between between) {
-    const auto left = [&](int64_t n) { return (n < second ? a : b).left + list[n].left; };
-    const auto right = [&](int64_t n) { return (n < second ? a : b).right + list[n].right; };
-    if (begin >= end) return;
-    Tiles::load<4>(right(begin), kSquareBytes);
-    Tiles::load_once<6>(left(begin), 64);
-    Tiles::load_once<7>(left(begin) + kTileElements, 64);
-    bool new_right = true;
-    for (int64_t n = begin; n < end; ++n) {
-      const Operands& x = n < second ? a : b;
-      float* const sum = x.sum + list[n].sum;
-      const bool first = list[n].first, more = n + 1 < end;
-      const bool next_left = more && left(n + 1) != left(n);
-      const bool next_right = more && right(n + 1) != right(n);
-      if (first) start<0>(sum, x.add);
-      Format::template multiply<0, 6, 4>();
-      if (new_right) Tiles::load<5>(right(n) + 16, kSquareBytes);
-      between();
-      if (first) start<1>(sum, x.add);
-      Format::template multiply<1, 7, 4>();
-      if (next_right) Tiles::load<4>(right(n + 1), kSquareBytes);
-      between();
-      if (first) start<2>(sum, x.add);
-      Format::template multiply<2, 6, 5>();
-      if (next_left) Tiles::load_once<6>(left(n + 1), 64);
-      between();
-      if (first) start<3>(sum, x.add);
-      Format::template multiply<3, 7, 5>();
-      if (next_left) Tiles::load_once<7>(left(n + 1) + kTileElements, 64);
-      between();
-      new_right = next_right;
-      pending_ = sum;
+  FASTATTN_INLINE void multiply(const Operands& a, const Operands& b, Between between) {
+    const Operands& first = a.sums > 0 ? a : b;
+    if (first.sums == 0) return;
+    const Element* const left = first.left + Products::left[0] * kLeftPart;
+    Tiles::load<4>(first.right + Products::right[0] * kRightTile, kSquareBytes);
+    Tiles::load_once<6>(left, 64);
+    Tiles::load_once<7>(left + kTileElements, 64);
+    // One loop for both kinds, so that the vector work is compiled once.
+    for (int64_t kind = a.sums > 0 ? 0 : 1; kind < 2; ++kind) {
+      const Operands& x = kind == 0 ? a : b;
+      Step step{x.left, x.right, nullptr, nullptr, x.sum, false, x.add, true};
+      for (int64_t n = 0; n < x.sums; ++n, step.sum += kLanesOfSquare * kLanesOfSquare)
+        for (int64_t k = 0; k < x.steps; ++k) {
+          const bool last = k + 1 == x.steps, end = last && n + 1 == x.sums;
+          step.first = k == 0;
+          step.more = !end || (kind == 0 && b.sums > 0);
+          step.next_left = end ? b.left : step.left + Format::kParts * kLeftPart;
+          step.next_right = end    ? b.right
+                            : last ? x.right
+                                   : step.right + Format::kParts * kRightTile;
+          all_parts(step, between, Indices<>());
+          step.left = step.next_left, step.right = step.next_right;
+        }
     }
   }
 
@@ -91,6 +81,57 @@ class Squares {
  private:
   float* const nowhere_;
   float* pending_;  // what tiles 0 to 3 hold belongs here
+
+  // One step of a sum, and where the operands of the next one are.
+  struct Step {
+    const Element* left;
+    const float* right;
+    const Element* next_left;
+    const float* next_right;
+    float* sum;
+    bool first, add, more;
+  };
+
+  // The products of all parts of a step.
+  template <class Between, int... I>
+  FASTATTN_INLINE void all_parts(const Step& x, Between between, Indices<I...>) {
+    constexpr int n = sizeof...(I);
+    if constexpr (n < Products::count)
+      all_parts(x, between, Indices<I..., n>());
+    else
+      (one_part<I>(x, between), ...);
+  }
+  // Product I of parts.
+  template <int I, class Between>
+  FASTATTN_INLINE void one_part(const Step& x, Between between) {
+    constexpr bool kLast = I + 1 == Products::count;
+    constexpr int before = I == 0 ? 0 : I - 1, next = kLast ? 0 : I + 1;
+    constexpr bool kNewRight = I == 0 || Products::right[I] != Products::right[before];
+    constexpr bool kNextRight = kLast || Products::right[next] != Products::right[I];
+    constexpr bool kNextLeft = kLast || Products::left[next] != Products::left[I];
+    const float* const right = x.right + Products::right[I] * kRightTile;
+    const Element* const left = (kLast ? x.next_left : x.left) + Products::left[next] * kLeftPart;
+    const bool first = I == 0 && x.first;
+    if (first) start<0>(x.sum, x.add);
+    Format::template multiply<0, 6, 4>();
+    if (kNewRight) Tiles::load<5>(right + 16, kSquareBytes);
+    between(Width<4 * I>());
+    if (first) start<1>(x.sum, x.add);
+    Format::template multiply<1, 7, 4>();
+    if (kNextRight && (!kLast || x.more))
+      Tiles::load<4>((kLast ? x.next_right : x.right) + Products::right[next] * kRightTile,
+                     kSquareBytes);
+    between(Width<4 * I + 1>());
+    if (first) start<2>(x.sum, x.add);
+    Format::template multiply<2, 6, 5>();
+    if (kNextLeft && (!kLast || x.more)) Tiles::load_once<6>(left, 64);
+    between(Width<4 * I + 2>());
+    if (first) start<3>(x.sum, x.add);
+    Format::template multiply<3, 7, 5>();
+    if (kNextLeft && (!kLast || x.more)) Tiles::load_once<7>(left + kTileElements, 64);
+    between(Width<4 * I + 3>());
+    if (first) pending_ = x.sum;
+  }
 
   // The quarter of tile T: its upper half is 0 and 2, its left half 0 and 1.
   template <int T>
