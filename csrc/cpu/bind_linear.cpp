@@ -25,7 +25,7 @@ void read_weight(const TensorView& w, LinearParams* p) {
 }
 
 // Returns x W^T + bias. `packed`: the weight's pack_weight(), or None.
-py::object linear(const LinearTensors& x, bool on_tiles, const py::object& packed_weight) {
+py::object linear(const LinearTensors& x, bool on_tiles, py::handle packed_weight) {
   const TensorView of_x = view_of("x", x.x), w = view_of("weight", x.weight);
   expect_dtype("x", of_x, kFloats);
   LinearParams p{};
