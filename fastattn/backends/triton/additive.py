@@ -101,9 +101,7 @@ def additive_attention_backward(
         "PRECISION": precision(),
     }
     tiles = planned.tiles(q_len, k_len) * batch
-    launch(
-        additive_scores, planned, tiles, query.device, x=x, o=o, p_scores=scores, width=width
-    )
+    launch(additive_scores, planned, tiles, query.device, x=x, o=o, p_scores=scores, width=width)
     launch(
         additive_backward_scores,
         planned,
