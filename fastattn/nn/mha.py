@@ -211,8 +211,8 @@ class MultiheadAttention(_Stock, ContextParallel):
                 if result is not None:
                     return result, None
         flags = (is_causal, need_weights, average_attn_weights)
-        options = Options(key_padding_mask, attn_mask, mask, *flags)
-        return self._general(query, key, value, options, batched)
+        given = Options(key_padding_mask, attn_mask, mask, *flags)
+        return self._general(query, key, value, given, batched)
 
     def __prepare_scriptable__(self) -> None:
         """Called by ``torch.jit.script``."""

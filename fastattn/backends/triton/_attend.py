@@ -159,7 +159,7 @@ def differentiate(
     sink_shares = None if sinks is None else lse.new_zeros(lse.shape, dtype=torch.float32)
     row_statistics = statistics(call, out, lse, cotangents, exact=exact, grad_sinks=sink_shares)
     gradients = cotangents.operands()._replace(lse=None)  # delta contains it
-    arguments = {"g": gradients, "stats": row_statistics}
+    arguments: dict[str, Any] = {"g": gradients, "stats": row_statistics}
     call.run(
         attention_backward_query,
         "backward_query" + call.masked,
