@@ -210,8 +210,8 @@ class MultiheadAttention(_Stock, ContextParallel):
                 result = self_attention(self, query, key_padding_mask, causal)
                 if result is not None:
                     return result, None
-        flags = (is_causal, need_weights, average_attn_weights)
-        given = Options(key_padding_mask, attn_mask, mask, *flags)
+        masks = (key_padding_mask, attn_mask)
+        given = Options(*masks, mask, is_causal, need_weights, average_attn_weights)
         return self._general(query, key, value, given, batched)
 
     def __prepare_scriptable__(self) -> None:
