@@ -187,8 +187,8 @@ struct EncoderLayer {
 class EncoderPlan {
  public:
   // parts: the pairs of weight and bias of query, key, value, output, first, second, norm1, norm2,
-  // scale1, scale2; key and value may be None, and query is then the weight of all three; the
-  // scales may be None. sizes: of float32, bf16 and fp16 the largest rows E F, and the most rows of
+  // scale1, scale2, of linear layers with a PackedWeight or None as a third; key and value may be
+  // None, and query is then the weight of all three; the scales may be None. sizes: of float32, bf16 and fp16 the largest rows E F, and the most rows of
   // any width.
   EncoderPlan(const Facts& facts, const py::tuple& parts, int64_t num_heads, bool norm_first,
               bool rms, double eps1, double eps2, int activation,
@@ -199,6 +199,7 @@ class EncoderPlan {
       if (parts[n].is_none()) continue;
       const auto pair = parts[n].cast<py::tuple>();
       tensors_[n][0] = pair[0], tensors_[n][1] = pair[1];
+      if (pair.size() > 2) packed_[n] = pair[2];
     }
     expect(activation >= 0 && activation <= static_cast<int>(MlpActivation::silu),
            "activation is unknown");
@@ -209,7 +210,9 @@ class EncoderPlan {
 
   // The layer for x [rows, E], or nothing: the facts do not hold, a tensor is not plain memory of
   // this dtype with dense rows, one requires a gradient that is wanted, or x is too large.
-  bool read(DType dtype, int64_t rows, int64_t E, bool wants_gradients, EncoderLayer* t) const {
+  // `kept` becomes the owner of what the layer points to.
+  bool read(DType dtype, int64_t rows, int64_t E, bool wants_gradients, EncoderLayer* t,
+            std::vector<py::object>* kept) const {
     *t = layer_;
     t->dtype = dtype, t->rows = rows, t->E = E;
     const int place = dtype == DType::f32 ? 0 : dtype == DType::bf16 ? 1 : 2;
@@ -225,6 +228,8 @@ class EncoderPlan {
             !has_dense_rows(*views[k]))
           return false;
       }
+      if (rows >= kLeastPackedRows && packed_[n].ptr() != nullptr && !packed_[n].is_none())
+        parts[n]->packed = read_packed(n, parts[n]->weight, kept);
     }
     t->F = t->first.weight.size[0];
     if (t->E == 0 || t->F == 0 || t->E != t->out.weight.size[0]) return false;
@@ -234,15 +239,30 @@ class EncoderPlan {
 
  private:
   static constexpr size_t kParts = 10;
+  static constexpr int64_t kLeastPackedRows = 48;  // as for single layers, fastattn/ops/linear.py
   Facts facts_;
   py::object tensors_[kParts][2];  // a weight, a bias
+  py::object packed_[kParts];      // a PackedWeight, or None
   EncoderLayer layer_{};
   std::array<std::array<int64_t, 2>, 3> sizes_;
+
+  // The packed copy of weight n, or null if it does not serve.
+  const void* read_packed(size_t n, const TensorView& weight, std::vector<py::object>* kept) const {
+    if (!packed_[n].attr("serves")(tensors_[n][0]).cast<bool>()) return nullptr;
+    const py::object rows = packed_[n].attr("rows");
+    TensorView view;
+    const int64_t bytes = packed_weight_bytes(weight.dtype, weight.size[0], weight.size[1]);
+    if (!read_exact(rows, &view) || !view.has_sizes({bytes / 4}) || !view.is_contiguous())
+      return nullptr;
+    kept->push_back(rows);
+    return view.data;
+  }
 };
 
 // Layers that run one after the other, on the same rows.
 struct Encoder {
   std::vector<EncoderLayer> layers;
+  std::vector<py::object> kept;  // of the layers
 
   // `plans` is a tuple, not empty. Whether all can run on x [rows, E].
   bool read(py::handle plans, DType dtype, int64_t rows, int64_t E, bool wants_gradients) {
@@ -251,7 +271,8 @@ struct Encoder {
     layers.resize(each.size());
     const int team = threads();
     for (size_t n = 0; n < layers.size(); ++n) {
-      if (!each[n].cast<const EncoderPlan&>().read(dtype, rows, E, wants_gradients, &layers[n]))
+      if (!each[n].cast<const EncoderPlan&>().read(dtype, rows, E, wants_gradients, &layers[n],
+                                                   &kept))
         return false;
       layers[n].threads = team;
     }

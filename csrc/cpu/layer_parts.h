@@ -11,6 +11,7 @@ namespace {
 // has no data.
 struct Part {
   TensorView weight, bias;
+  const void* packed = nullptr;  // the weight's pack_weight(), null = none
 };
 
 // Dense rows that are computed on some threads.
@@ -33,6 +34,7 @@ void multiply(const Rows& rows, const void* x, int64_t x_stride, const Part& par
   constexpr int64_t kLeastRows = 96, kLeastProducts = 1 << 22;
   p.on_tiles = rows.dtype != DType::bf16 && p.M >= kLeastRows &&
                p.M * p.N * p.K >= kLeastProducts && has_tiles(rows.dtype);
+  if (part.packed != nullptr) p.packed = part.packed, p.on_tiles = true;
   kernels(rows.dtype).linear(p);
 }
 

@@ -127,6 +127,7 @@ class _Layer(Plan):
         attention, heads = part_of(layer, names.attention), _attribute(layer, names.heads)
         function = _attribute(layer, names.activation)
         activation = _activation(function)
+        packed = [x.__dict__.get(PACKED) for x in linear if x is not None]
         pairs: list[Any] = [(x.weight, x.bias) for x in linear if x is not None]
         pairs += [(x.weight, getattr(x, "bias", None)) for x in norms]
         joint = linear[0] is None
@@ -168,8 +169,9 @@ class _Layer(Plan):
         norm_first = bool(getattr(layer, "norm_first", names.norm_first))
         options = (heads, norm_first, type(norms[0]) is nn.RMSNorm, *eps, activation)
         sizes = [_limits(x) if x in dtypes else (0, 0) for x in _DTYPES]
-        if any(x is not None and PACKED in x.__dict__ for x in linear):
-            sizes = [(min(1, size), few) for size, few in sizes]  # packed layers are faster
+        first = 3 if joint else 0  # of `pairs` with a packed copy
+        for n, copy in enumerate(packed, first):
+            pairs[n] = (*pairs[n], copy)
         return (tuple(pairs), *options, sizes)
 
 

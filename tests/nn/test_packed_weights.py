@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from gemms import gemms, only
+from gemms import gemms, native_layers, only
 from torch import Tensor, nn
 
 import fastattn
@@ -174,14 +174,29 @@ def test_without_enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layer(torch.randn(64, K)).shape == (64, N)
 
 
-def test_an_encoder_layer_prefers_its_packed_weights() -> None:
+@pytest.mark.parametrize("length", [25, 64])
+def test_a_native_encoder_layer_reads_packed_weights(length: int) -> None:
+    """With the bits of packing in the call, until a weight changes."""
     layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True).eval()
-    x = torch.randn(2, 64, 128)
-    want = layer(x)
-    fastattn.accelerate(layer, pack_weights=True)
-    with torch.no_grad():
-        torch.testing.assert_close(layer(x), want)
-    assert is_packed(layer.linear1)
+    x = torch.randn(2, length, 128)
+    with native_layers() as called, torch.no_grad():
+        fastattn.accelerate(layer)
+        want = layer(x)
+        fastattn.accelerate(layer, pack_weights=True)
+        close(layer(x), want, exactly=length == 64)
+        layer.linear1.weight.mul_(2)
+        changed = layer(x)
+        assert not is_packed(layer.linear1)
+        assert is_packed(layer.linear2)
+        fastattn.restore(layer)
+        close(changed, layer(x))
+        assert not torch.allclose(changed, want)
+    assert len(called.layers) == 3
+
+
+def close(got: Tensor, want: Tensor, *, exactly: bool = False) -> None:
+    bound = 0.0 if exactly else 1e-4
+    torch.testing.assert_close(got, want, rtol=bound, atol=bound)
 
 
 def test_bad_arguments() -> None:

@@ -1,10 +1,11 @@
 // A linear layer on tiles:  y = f(x W^T + b), and the matrix products of its backward pass.
 //
-// A float is the sum of three bf16, and a product of floats six products of tiles, see parts.h: as
-// many as 0.4 of the multiply-adds of vectors, with half of their error. An fp16 is the sum of two
-// parts. The sums of 32 rows by 32 columns stay in four tiles for a block of the reduced index;
-// blocks are added in order, because one long sum would round more. Their length depends only on K
-// and the dtype, so the bits of an element depend neither on the other rows nor on the threads.
+// A float is the sum of three bf16, and a product of floats six products of tiles, see parts.h. At
+// their peak these take half of the time of multiply-adds on vectors, and they have half of the
+// error. An fp16 is the sum of two parts. The sums of 32 rows by 32 columns stay in four tiles for
+// a block of the reduced index; blocks are added in order, because one long sum would round more.
+// Their length depends only on K and the dtype, so the bits of an element depend neither on the
+// other rows nor on the threads.
 //
 // Tiles flush subnormals, and a difference of infinities is NaN, so rows and columns with very
 // large, very small or infinite numbers are computed again on vectors.
@@ -204,7 +205,7 @@ class TileLinear {
   const S* x_at(int64_t m) const { return static_cast<const S*>(p.x) + m * p.x_stride[0]; }
   S* y_at(int64_t m, int64_t n) const { return static_cast<S*>(p.y) + m * p.y_stride + n; }
 
-  // Equal shares for the threads, if each has enough rows to share a packed W.
+  // Equal shares for the threads, if each gets so many rows that a packed W pays.
   int64_t task_rows() const {
     const int64_t rows = min_of(p.M, kRows), least = blocks_of(rows, kRowsOfTask);
     const int64_t tasks = rows >= 128 * p.threads ? round_up(least, int64_t(p.threads)) : least;
