@@ -42,7 +42,7 @@ class Gemm(NamedTuple):
     layer_up_to: int = 0  # the largest rows·E·F of a layer in one call, see nn/_encoder_layer.py
     min_few_rows: int = 0  # the least number of rows for `few`, besides one row
     min_few_rows_weight: int = 0  # the smallest weight, in elements, for `few`
-    min_grad_rows: int = 0  # PyTorch computes dx and dw of fewer rows
+    min_tile_rows: int = 96  # PyTorch computes products of fewer rows in place of "tiles"
 
 
 class Row(NamedTuple):
@@ -98,7 +98,7 @@ ROWS = (
     Row("isa", "", "", "the strongest", _UNMEASURED),
 
     Row("gemm", "cpu amx_bf16", "bfloat16", Gemm("onednn", "onednn", "torch", 2, 0, 2**14, small_up_to=2**20, layer_up_to=2**20), f"{_PAGE}: oneDNN 970 GFLOP/s, ours 98; for one or two rows ours 1.0 to 1.5 times PyTorch"),
-    Row("gemm", "cpu amx_bf16", "float32", Gemm("tiles", "tiles", "tiles", 95, ANY, 2**22, 2**26, small_up_to=2**22, layer_up_to=ANY, min_few_rows=8, min_few_rows_weight=2**19, min_grad_rows=96), f"{_PAGE}: tiles 1.2 to 1.8 times MKL from 96 rows on; ours 1.1 to 2.0 times MKL for 8 to 64 rows"),
+    Row("gemm", "cpu amx_bf16", "float32", Gemm("tiles", "tiles", "tiles", 95, ANY, 2**22, 2**26, small_up_to=2**22, layer_up_to=ANY, min_few_rows=8, min_few_rows_weight=2**19), f"{_PAGE}: tiles 1.2 to 1.8 times MKL from 96 rows on; ours 1.1 to 2.0 times MKL for 8 to 64 rows"),
     Row("gemm", "cpu Intel -avx512_bf16", "float32", Gemm("torch", "torch", "torch", 32, ANY, 2**24, small_up_to=2**22, layer_up_to=2**26, min_few_rows=8, min_few_rows_weight=2**21), f"{_PAGE}: MKL as fast as oneDNN; ours 1.0 to 1.9 times MKL for 8 to 32 rows"),
     Row("gemm", "cpu Intel", "float32", Gemm("torch", "torch", "torch", small_up_to=2**22, layer_up_to=2**26), f"{_PAGE}: MKL 161 GFLOP/s, oneDNN 158"),
     Row("gemm", "cpu AMD -avx512_bf16", "bfloat16", _OURS, f"{_PAGE}: ours 147 GFLOP/s, PyTorch 18"),
@@ -108,7 +108,7 @@ ROWS = (
     Row("gemm", "cpu AMD", "float32", _AMD_FLOAT32, f"{_PAGE}: oneDNN 101 GFLOP/s, MKL 75"),
     Row("gemm", "cpu AMD", "bfloat16", _AMD_BFLOAT16, f"{_PAGE}: oneDNN and PyTorch 157 to 188 GFLOP/s"),
     Row("gemm", "cpu amx_fp16", "float16", Gemm("torch", "torch", "torch", small_up_to=2**22), "not measured: PyTorch multiplies float16 on tiles"),
-    Row("gemm", "cpu amx_bf16", "float16", _FLOAT16._replace(y="tiles", dx="tiles", dw="tiles", few=95, ours_up_to=2**22, min_grad_rows=96), f"{_PAGE}: tiles 2.0 to 3.1 times oneDNN from 96 rows on; ours 1.1 to 1.5 times for 2 to 64"),
+    Row("gemm", "cpu amx_bf16", "float16", _FLOAT16._replace(y="tiles", dx="tiles", dw="tiles", few=95, ours_up_to=2**22), f"{_PAGE}: tiles 2.0 to 3.1 times oneDNN from 96 rows on; ours 1.1 to 1.5 times for 2 to 64"),
     Row("gemm", "cpu AMD", "float16", _FLOAT16, f"{_PAGE}: ours 94 GFLOP/s, PyTorch 17"),
     Row("gemm", "", "float32", _AMD_FLOAT32, _BORROWED),
     Row("gemm", "", "bfloat16", _AMD_BFLOAT16, _BORROWED),

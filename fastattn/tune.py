@@ -263,11 +263,12 @@ def linear_layers(dtype: torch.dtype) -> Row:
         return [torch.randn(shape).to(dtype) for shape in ((m, k), (n, k), (m, n))]
 
     x, weight, grad = drawn(*_LARGE)
+    few = fastest("few rows", "ours", *drawn(*_FEW_ROWS)[:2])
     use = usual._replace(
         y=fastest("y", usual.y, x, weight),
         dx=fastest("dx", usual.dx, grad, weight.t()),
         dw=fastest("dw", usual.dw, grad.t(), x.t()),
-        few=32 if fastest("few rows", "ours", *drawn(*_FEW_ROWS)[:2]) == "ours" else 0,
+        few=(usual.few or 32) if few == "ours" else 0,
     )
     if use.y != "ours":
         small = fastest("small", "ours" if usual.ours_up_to else "torch", *drawn(*_SMALL)[:2])

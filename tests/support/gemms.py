@@ -33,7 +33,7 @@ def only(name: str, least: int = 0) -> Iterator[list[str]]:
         return y
 
     counting = {of: functools.partial(counted, of, gemm) for of, gemm in gemms._GEMMS.items()}
-    rule = Gemm(name, name, name, least=least, least_grad=least)
+    rule = Gemm(name, name, name, least=least, least_grad=least, min_tile_rows=0)
     try:
         with (
             mock.patch.dict(gemms._GEMMS, counting),

@@ -68,7 +68,7 @@ def gemm_of(product: str, dtype: torch.dtype, rows: int, work: int) -> str:
     chosen: str = getattr(gemm, product)
     if chosen == "onednn" and (compat.onednn_linear is None or not torch.backends.mkldnn.enabled):
         return "torch"
-    if product != "y" and rows < gemm.min_grad_rows:
+    if chosen == "tiles" and rows < gemm.min_tile_rows:
         return "torch"
     if dtype == torch.float32 and allows_bf16_parts():  # PyTorch then multiplies in bfloat16
         return "torch"
