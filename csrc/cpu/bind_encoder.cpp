@@ -104,7 +104,7 @@ struct EncoderLayer {
   // y = f(x W^T + b) for all rows.
   void linear(const void* x, int64_t x_stride, const Part& part, void* y, int64_t y_stride,
               MlpActivation f = MlpActivation::none) const {
-    multiply({dtype, threads, rows}, x, x_stride, part, y, y_stride, f);
+    multiply({dtype, threads, rows, true}, x, x_stride, part, y, y_stride, f);
   }
 
   // sum = scale x + residual, to = norm(sum); each null if it is not wanted.

@@ -19,6 +19,7 @@ struct Rows {
   DType dtype;
   int threads;
   int64_t count;
+  bool on_tiles = false;  // if they are many: a row then has other bits than among a few
 };
 
 // y = f(x W^T + b)
@@ -32,7 +33,7 @@ void multiply(const Rows& rows, const void* x, int64_t x_stride, const Part& par
   p.y = y, p.y_stride = y_stride, p.activation = f;
   // evidence.py has the same rule for single layers. Products of bf16 alone are left to oneDNN there.
   constexpr int64_t kLeastRows = 96, kLeastProducts = 1 << 22;
-  p.on_tiles = rows.dtype != DType::bf16 && p.M >= kLeastRows &&
+  p.on_tiles = rows.on_tiles && rows.dtype != DType::bf16 && p.M >= kLeastRows &&
                p.M * p.N * p.K >= kLeastProducts && has_tiles(rows.dtype);
   if (part.packed != nullptr) p.packed = part.packed, p.on_tiles = true;
   kernels(rows.dtype).linear(p);

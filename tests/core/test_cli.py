@@ -180,7 +180,8 @@ def test_info_has_the_fields_of_the_chosen_gemms(monkeypatch: pytest.MonkeyPatch
     chosen = evidence.Row("gemm", "cpu", "", use, "a measurement")
     monkeypatch.setattr(evidence, "choose", lambda *args, **kwargs: chosen)
     (text,) = {made["use"] for made in info.collect()["choices"] if made["choice"] == "gemm"}
-    assert text == "y=onednn, dx=torch, dw=ours, few=32, least_grad=1048576, layer_up_to=∞"
+    fields = "y=onednn, dx=torch, dw=ours, few=32, least_grad=1048576, layer_up_to=∞"
+    assert text == f"{fields}, min_tile_rows=96"
 
 
 def test_info_text_has_the_facts_of_json(capsys: pytest.CaptureFixture[str]) -> None:
