@@ -206,7 +206,8 @@ class Flex(Stock):
 class Fastattn(Stock):
     """This library with one backend forced, so that no call falls back silently.
 
-    No backend is forced where evidence prefers PyTorch's own kernel, as for users.
+    No backend is forced where evidence prefers PyTorch's own kernel, and for modules and models, as
+    for users: forced, their linear layers would run on our kernel for vectors.
     """
 
     ABOUT = "fastattn: its native kernels; @reference: plain PyTorch, as without a native build"
@@ -226,8 +227,9 @@ class Fastattn(Stock):
 
     def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
         row = evidence.choose("backends", cell.device, ATTENTION, TORCH_DTYPES[cell.dtype])
-        if self.variant or "torch" not in row.use[:1]:
-            entered.close()
+        is_module = "." in ops.get(cell.op).FUNCTION
+        entered.close()
+        if self.variant or not (is_module or "torch" in row.use[:1]):
             entered.enter_context(fastattn.use_backend(self._backend(cell)))
         return ops.get(cell.op).ours(cell, inputs)
 

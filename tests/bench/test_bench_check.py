@@ -76,6 +76,13 @@ def test_a_variant_is_active_while_its_provider_runs() -> None:
     assert not torch.backends.cuda.flash_sdp_enabled()
 
 
+def test_a_backend_is_forced_for_functions_but_not_for_modules() -> None:
+    for op, forced in (("sdpa", "cpu"), ("mha", ""), ("sdpa", "cpu")):
+        cell = cell_of(op, SMALL[op])
+        load("fastattn").prepare(cell, make_inputs(cell, 0))
+        assert dispatch.forced.get() == forced
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("cell", cells_to_check(), ids=lambda cell: cell.name)
 def test_providers_agree_with_the_oracle(cell: Cell) -> None:
