@@ -188,8 +188,8 @@ class EncoderPlan {
  public:
   // parts: the pairs of weight and bias of query, key, value, output, first, second, norm1, norm2,
   // scale1, scale2, of linear layers with a PackedWeight or None as a third; key and value may be
-  // None, and query is then the weight of all three; the scales may be None. sizes: of float32, bf16 and fp16 the largest rows E F, and the most rows of
-  // any width.
+  // None, and query is then the weight of all three; the scales may be None. sizes: of float32,
+  // bf16 and fp16 the largest rows E F, and the most rows of any width.
   EncoderPlan(const Facts& facts, const py::tuple& parts, int64_t num_heads, bool norm_first,
               bool rms, double eps1, double eps2, int activation,
               const std::array<std::array<int64_t, 2>, 3>& sizes)

@@ -160,7 +160,7 @@ class TileLinear {
     each_task(team_size(p.threads, strips_of_w, 4.0 * p.N * p.K), strips_of_w, kStatic,
               [&](int64_t strip) {
                 for (int64_t s = 0; s < steps; s += steps_of_block) {
-                  const Block block{0, 0, 0, p.N, s, min_of(steps_of_block, steps - s)};
+                  const Block block{0, 0, 0, s, min_of(steps_of_block, steps - s)};
                   pack_lines<F, false>(w, strip * kSquare, s * kStep, block.steps,
                                        const_cast<Element*>(packed_strip(to, block, strip)),
                                        const_cast<int32_t*>(magnitudes_in(to)) + strip * kSquare);
@@ -248,7 +248,7 @@ class TileLinear {
           p.bias == nullptr || n >= columns ? 0.0f : widen(static_cast<const S*>(p.bias)[n0 + n]);
     for (int64_t l = 0; l < kSquare; ++l) shared.zeros[l] = 0.0f;
     for (int64_t s = 0; s < steps; s += steps_of_block) {
-      const Block block{m0, m0 + rows, n0, n0 + columns, s, min_of(steps_of_block, steps - s)};
+      const Block block{m0, m0 + rows, n0, s, min_of(steps_of_block, steps - s)};
       if (packs_first)
         each_task(team, strips, kStatic, [&](int64_t strip) {
           pack_strip(block, strip, shared.w + strip * block.steps * kChunk);
@@ -266,9 +266,9 @@ class TileLinear {
     }
   }
 
-  // y[m0, m1)[n0, n1), reduced over chunks [step, step + steps).
+  // y[m0, m1), columns from n0 on, reduced over chunks [step, step + steps).
   struct Block {
-    int64_t m0, m1, n0, n1, step, steps;
+    int64_t m0, m1, n0, step, steps;
   };
 
   const Element* packed_strip(const void* packed, const Block& b, int64_t strip) const {
