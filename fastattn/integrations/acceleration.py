@@ -31,6 +31,7 @@ from fastattn.nn._replacement import (
 )
 from fastattn.nn._replacement import restore as restore_class
 from fastattn.nn.linear import pack_weights as pack_linear_weights
+from fastattn.nn.linear import unpack_weights
 from fastattn.nn.mha import MultiheadAttention
 
 __all__ = ["Part", "Report", "accelerate", "restore"]
@@ -187,6 +188,7 @@ def restore(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"restore: model must be a torch.nn.Module, got {type(model).__name__}")
     with lock:
+        unpack_weights(model)
         for module in list(model.modules()):
             changes = _changes.pop(module, None)
             if changes is not None:

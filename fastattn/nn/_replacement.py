@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fastattn.nn._encoder_layer import FusedEncoder, FusedEncoderLayer
-from fastattn.nn.linear import PACKED, Linear, PatchEmbedding, TransposedLinear, is_of_patches
+from fastattn.nn.linear import Linear, PatchEmbedding, TransposedLinear, is_of_patches
 from fastattn.nn.mha import MultiheadAttention, keep_forward_called
 
 LINEAR = (Linear, PatchEmbedding, TransposedLinear)
@@ -108,7 +108,6 @@ def restore(module: nn.Module) -> bool:
     hook = module.__dict__.pop(_REPLACED)
     if hook is not None:
         hook.remove()
-    module.__dict__.pop(PACKED, None)
     if hasattr(module, "forget"):  # what our class keeps for it
         module.forget()  # type: ignore[operator]
     module.__class__ = _stock_class(type(module))

@@ -71,6 +71,14 @@ def pack_weights(model: nn.Module) -> dict[str, int]:
     return packed
 
 
+def unpack_weights(model: nn.Module) -> None:
+    """Free the packed copies, which plans of encoder layers refer to as well."""
+    for module in model.modules():
+        packed = module.__dict__.pop(PACKED, None)
+        if packed is not None:
+            packed.rows = None
+
+
 def _may_pack(weight: Any) -> bool:
     plain = type(weight) in (Tensor, nn.Parameter) and weight.is_cpu and not weight.is_inference()
     return plain and weight.dtype in (torch.float32, torch.float16) and weight.numel() >= 2**14

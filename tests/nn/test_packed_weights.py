@@ -148,11 +148,15 @@ def test_autocast_runs_as_without() -> None:
         assert layer(x).dtype == torch.bfloat16
 
 
-def test_restore_frees_the_copy() -> None:
-    layer = packed_layer()
+@pytest.mark.parametrize("kind", [nn.Linear, fastattn.nn.Linear])
+def test_restore_frees_the_copy(kind: type[nn.Linear]) -> None:
+    layer = kind(K, N)
+    fastattn.accelerate(layer, pack_weights=True)
+    packed = layer.__dict__[PACKED]
     fastattn.restore(layer)
     assert PACKED not in layer.__dict__
-    assert type(layer) is nn.Linear
+    assert packed.rows is None  # whatever else refers to it
+    assert type(layer) is kind
 
 
 def test_the_report_names_the_bytes() -> None:
