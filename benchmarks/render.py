@@ -5,8 +5,8 @@
     python benchmarks/render.py --page FILE   writes a page of all results, as `make docs` does
 
 Results are in results/PROCESSOR/, and each table has a column per processor, or, where that is too
-wide, there is a table for each. The block of README.md comes from models.json and, for its picture
-and table, of dropin.json and figures.json the one that more processors have.
+wide, there is a table for each. README.md shows models.json and, in its picture and table of calls,
+of dropin.json and figures.json the one that more processors have.
 A page in docs has a table where it has the markers
 
     <!-- RESULT: begin -->              <!-- RESULT: end -->
@@ -44,6 +44,10 @@ GAIN = "<!-- gain: begin -->", "<!-- gain: end -->"
 
 FIGURES, MODELS, BREAKDOWN = "figures", "models", "breakdown"
 RANKS = "distributed"  # by benchmarks/distributed.py
+PICTURE = f"""<picture>
+  <source media="(prefers-color-scheme: dark)" srcset="docs/images/{ACROSS}-dark.png">
+  <img alt="How many times as fast as torch each call is, on each processor" src="docs/images/{ACROSS}-light.png">
+</picture>"""  # noqa: E501
 MARKER = re.compile(r"<!-- (\w+)(?: (\w+))?: begin -->")
 
 
@@ -56,35 +60,23 @@ def all_conditions(by_processor: dict[str, Result]) -> str:
     )
 
 
-def machine_of(processor: str, result: Result) -> str:
-    env, threads = result.environment, result.settings["threads"]
-    where = f"{env.get('gpu') or env['cpu']} (`{processor}`), {_threads(threads)}"
-    return f"{where}, with fastattn {env['fastattn']}"
-
-
 def _threads(number: int) -> str:
     return f"{number} thread{'s' if number != 1 else ''}"
 
 
-def ranges(rows: Sequence[Row], bold: str = "") -> str:
-    """The least and the greatest speed-up of each dtype."""
-    parts = []
-    for dtype in ("fp32", "bf16"):
-        ratios = [row["speedup"] for row in rows if row["dtype"] == dtype]
-        if ratios:
-            parts.append(f"in {dtype} {bold}{min(ratios):.2f} to {max(ratios):.2f} times{bold}")
-    return " and ".join(parts)
-
-
-def gain_of_models(processor: str, result: Result) -> str:
-    """What whole models gain, in one sentence."""
-    rows = [ours for _, ours in tables.stock_and_ours(result).values() if ours["comparable"]]
-    names = len({row["label"].partition(",")[0] for row in rows})
-    return (
-        f"After `fastattn.accelerate`, {names} models of transformers run "
-        f"{ranges(rows, bold='**')} as fast as before, on {machine_of(processor, result)} "
-        "([docs/performance.md](docs/performance.md#whole-models))."
+def gain_block(models: dict[str, Result]) -> str:
+    """What whole models gain, and the picture."""
+    gains = {processor: tables.gains(result) for processor, result in models.items()}
+    ratios = [
+        gain.speedup for of in gains.values() for line in of.values() for gain in line.values()
+    ]
+    sentence = (
+        "After `fastattn.accelerate` these models of transformers run "
+        f"**{min(ratios):.2f} to {max(ratios):.2f} times** as fast as before "
+        f"(inference, {on_threads(models)}; [more](docs/performance.md#whole-models)):"
     )
+    note = "≈: not distinguishable from 1. –: not measured, or measured on a busy machine."
+    return "\n\n".join([sentence, tables.gain_table(gains), note, PICTURE])
 
 
 def why_not(result: Result, rows: Sequence[Row]) -> list[str]:
@@ -114,24 +106,17 @@ def first_speeds(shown: dict[str, Result]) -> dict[str, tables.Speeds]:
 
 
 def readme_block(main: dict[str, Result], figures: dict[str, Result]) -> str:
-    """The picture and table of README.md, from the results by processor."""
+    """The table of calls of README.md, from the results by processor."""
     name, shown = on_most_processors(main, figures)
-    picture = (
-        "<picture>\n"
-        f'  <source media="(prefers-color-scheme: dark)" srcset="docs/images/{ACROSS}-dark.png">\n'
-        '  <img alt="How many times as fast as torch each call is, on each processor" '
-        f'src="docs/images/{ACROSS}-light.png">\n'
-        "</picture>"
-    )
     command = f"--preset {MAIN}" if name == MAIN else f"--shapes @benchmarks/{name}.txt"
     source = (
         f"{on_threads(shown)}; medians of interleaved rounds, every answer compared with float64 "
-        "before it was timed; – means not measured, or measured on a busy machine. Commands: "
-        f"`fastattn bench model all`, `fastattn bench run {command}`. All figures: "
+        "before it was timed. –: not measured, measured on a busy machine, or torch's own result "
+        f"missed the error bound. Command: `fastattn bench run {command}`. All figures: "
         "[docs/performance.md](docs/performance.md); the raw samples: "
         "[benchmarks](benchmarks/README.md); the method: [docs/benchmarks.md](docs/benchmarks.md)."
     )
-    return "\n\n".join([picture, tables.first_table(first_speeds(shown)), source])
+    return "\n\n".join([tables.first_table(first_speeds(shown)), source])
 
 
 def on_threads(shown: dict[str, Result]) -> str:
@@ -285,8 +270,7 @@ def main() -> int:
                 return 1
     readme = ROOT / "README.md"
     text = replaced(readme.read_text(), readme_block(main_results, named(FIGURES)))
-    gains = [gain_of_models(processor, result) for processor, result in named(MODELS).items()]
-    texts = {readme: replaced(text, "\n\n".join(gains), *GAIN)}
+    texts = {readme: replaced(text, gain_block(named(MODELS)), *GAIN)}
     for page in sorted((ROOT / "docs").rglob("*.md")):
         text = page.read_text()
         if MARKER.search(text):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastattn.bench import breakdown, summary
@@ -59,7 +59,7 @@ FIRST_CELLS = {
     "128 tokens": "attention, 8 × 128 tokens, 12 heads of 64",
     "512 tokens": "attention, 8 × 512 tokens, 12 heads of 64",
     "2048 tokens, causal": "causal attention, 2048 tokens, 16 heads of 64",
-    "next token, 4 queries a key head": "one token, a cache of 4096, 32 heads, 8 key heads of 128",
+    "next token, 4 queries a key head": "decoding a token, cache of 4096, 32 heads on 8 key heads",
     "MultiheadAttention": "MultiheadAttention, 8 × 512 tokens, 768 wide",
     "tinier": "attention, 16 tokens, 4 heads of 16",
 }
@@ -83,16 +83,64 @@ def first_speeds(result: Result) -> Speeds:
 
 def first_table(speeds: dict[str, Speeds]) -> str:
     """One line per cell and pass, one column per processor."""
-
-    def text(of: dict[str, float]) -> str:
-        return " / ".join(f"{of[dtype]:.2f}" if dtype in of else "–" for dtype in DTYPES)
-
     lines = [
-        [", ".join(line), *(text(of.get(line, {})) for of in speeds.values())]
+        [", ".join(line), *(_dtypes(of.get(line, {})) for of in speeds.values())]
         for line in dict.fromkeys(line for of in speeds.values() for line in of)
     ]
     title = f"times as fast as torch, {' / '.join(DTYPES)}"
-    return markdown_table([title, *(f"`{name}`" for name in speeds)], lines)
+    return markdown_table([title, *(PROCESSORS.get(name, name) for name in speeds)], lines)
+
+
+# Whole models on the first screen of README.md, by their labels in models.json.
+FIRST_MODELS = {
+    "BERT-base, 128 tokens": "BERT-base, 8 texts of 128 tokens",
+    "MiniLM, half padding": "MiniLM, 32 texts, half of their tokens padding",
+    "ViT-B/16, 224 pixels": "ViT-B/16, 8 images",
+    "TinyLlama 1.1B, prompt of 512": "TinyLlama 1.1B, a prompt of 512 tokens",
+    "TinyLlama 1.1B, next token, cache 2048": "TinyLlama 1.1B, next token",
+}
+PROCESSORS = {
+    "amd-epyc-zen4-avx512_bf16": "AMD EPYC, Zen 4",
+    "amd-epyc-zen5-avx512_bf16": "AMD EPYC, Zen 5",
+    "intel-xeon-emerald-rapids-amx_bf16": "Intel Xeon, Emerald Rapids (AMX)",
+}
+
+
+class Gain(NamedTuple):
+    """The speed-up of a whole model, and whether its 95 % interval excludes 1."""
+
+    speedup: float
+    certain: bool
+
+    def __str__(self) -> str:
+        return f"{'' if self.certain else '≈ '}{self.speedup:.2f}"
+
+
+def gains(result: Result) -> dict[str, dict[str, Gain]]:
+    """The gain of the forward pass of each model, by label and dtype."""
+    lines: dict[str, dict[str, Gain]] = {}
+    for (label, passes, dtype), (_, ours) in stock_and_ours(result).items():
+        if passes == "fwd" and ours["comparable"] and label in FIRST_MODELS:
+            certain = not ours["speedup_low"] <= 1 <= ours["speedup_high"]
+            lines.setdefault(label, {})[dtype] = Gain(ours["speedup"], certain)
+    return lines
+
+
+def gain_table(by_processor: dict[str, dict[str, dict[str, Gain]]]) -> str:
+    """One line per model, one column per processor."""
+    lines = [
+        [words, *(_dtypes(of.get(label, {})) for of in by_processor.values())]
+        for label, words in FIRST_MODELS.items()
+        if any(label in of for of in by_processor.values())
+    ]
+    title = f"times as fast, {' / '.join(DTYPES)}"
+    return markdown_table([title, *(PROCESSORS.get(name, name) for name in by_processor)], lines)
+
+
+def _dtypes(of: Mapping[str, float | Gain]) -> str:
+    """The speed-ups of a cell, in the order of DTYPES."""
+    texts = (of.get(dtype, "–") for dtype in DTYPES)
+    return " / ".join(f"{text:.2f}" if isinstance(text, float) else str(text) for text in texts)
 
 
 def full_table(rows: Sequence[Row]) -> str:
