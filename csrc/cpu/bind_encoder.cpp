@@ -58,6 +58,7 @@ struct EncoderLayer {
   bool norm_first, rms;
   double eps1, eps2;
   MlpActivation activation;
+  TileLimits tiles;
   int threads;
 
   // One weight, [3E, E], projects queries, keys and values.
@@ -104,7 +105,7 @@ struct EncoderLayer {
   // y = f(x W^T + b) for all rows.
   void linear(const void* x, int64_t x_stride, const Part& part, void* y, int64_t y_stride,
               MlpActivation f = MlpActivation::none) const {
-    multiply({dtype, threads, rows, true}, x, x_stride, part, y, y_stride, f);
+    multiply({dtype, threads, rows, tiles}, x, x_stride, part, y, y_stride, f);
   }
 
   // sum = scale x + residual, to = norm(sum); each null if it is not wanted.
@@ -186,14 +187,15 @@ struct EncoderLayer {
 // What a layer is computed from: its parts, and the facts of Python that they depend on.
 class EncoderPlan {
  public:
+  typedef std::array<std::array<int64_t, 4>, 3> Limits;
+
   // parts: the pairs of weight and bias of query, key, value, output, first, second, norm1, norm2,
   // scale1, scale2, of linear layers with a PackedWeight or None as a third; key and value may be
-  // None, and query is then the weight of all three; the scales may be None. sizes: of float32,
-  // bf16 and fp16 the largest rows E F, and the most rows of any width.
+  // None, and query is then the weight of all three; the scales may be None. limits: of float32,
+  // bf16 and fp16 the largest rows E F, the most rows of any width, and the TileLimits.
   EncoderPlan(const Facts& facts, const py::tuple& parts, int64_t num_heads, bool norm_first,
-              bool rms, double eps1, double eps2, int activation,
-              const std::array<std::array<int64_t, 2>, 3>& sizes)
-      : facts_(facts), sizes_(sizes) {
+              bool rms, double eps1, double eps2, int activation, const Limits& limits)
+      : facts_(facts), limits_(limits) {
     expect(parts.size() == kParts, "parts must be ten pairs, or None");
     for (size_t n = 0; n < kParts; ++n) {
       if (parts[n].is_none()) continue;
@@ -228,23 +230,24 @@ class EncoderPlan {
             !has_dense_rows(*views[k]))
           return false;
       }
-      if (rows >= kLeastPackedRows && packed_[n].ptr() != nullptr && !packed_[n].is_none())
+      if (packed_[n].ptr() != nullptr && !packed_[n].is_none() &&
+          rows >= packed_[n].attr("LEAST_ROWS").cast<int64_t>())
         parts[n]->packed = read_packed(n, parts[n]->weight, kept);
     }
     t->F = t->first.weight.size[0];
     if (t->E == 0 || t->F == 0 || t->E != t->out.weight.size[0]) return false;
-    const auto& [most_work, few] = sizes_[static_cast<size_t>(place)];
+    const auto& [most_work, few, tile_rows, tile_products] = limits_[static_cast<size_t>(place)];
+    t->tiles = {tile_rows, tile_products};
     return t->rows <= few || t->rows * t->E <= most_work / t->F;
   }
 
  private:
   static constexpr size_t kParts = 10;
-  static constexpr int64_t kLeastPackedRows = 48;  // as for single layers, fastattn/ops/linear.py
   Facts facts_;
   py::object tensors_[kParts][2];  // a weight, a bias
   py::object packed_[kParts];      // a PackedWeight, or None
   EncoderLayer layer_{};
-  std::array<std::array<int64_t, 2>, 3> sizes_;
+  Limits limits_;
 
   // The packed copy of weight n, or null if it does not serve.
   const void* read_packed(size_t n, const TensorView& weight, std::vector<py::object>* kept) const {
@@ -515,7 +518,7 @@ void define_encoder_plans(py::module_& m) {
       .def("hold", &Facts::hold);
   py::class_<EncoderPlan>(m, "EncoderPlan")
       .def(py::init<const Facts&, const py::tuple&, int64_t, bool, bool, double, double, int,
-                    const std::array<std::array<int64_t, 2>, 3>&>());
+                    const EncoderPlan::Limits&>());
   py::class_<TextPlan>(m, "TextPlan")
       .def(py::init<const Facts&, const py::tuple&, double, int64_t, bool, const py::tuple&>())
       .def_readonly("plans", &TextPlan::plans);

@@ -14,12 +14,18 @@ struct Part {
   const void* packed = nullptr;  // the weight's pack_weight(), null = none
 };
 
+// The least rows and the least M N K of the products that run on tiles, where they are faster. A row
+// has other bits there than among fewer rows.
+struct TileLimits {
+  int64_t rows = INT64_MAX, products = 0;
+};
+
 // Dense rows that are computed on some threads.
 struct Rows {
   DType dtype;
   int threads;
   int64_t count;
-  bool on_tiles = false;  // if they are many: a row then has other bits than among a few
+  TileLimits tiles{};
 };
 
 // y = f(x W^T + b)
@@ -31,10 +37,7 @@ void multiply(const Rows& rows, const void* x, int64_t x_stride, const Part& par
   p.x = x, p.x_stride[0] = x_stride, p.x_stride[1] = 1;
   p.w = part.weight.data, p.w_stride = part.weight.stride[0], p.bias = part.bias.data;
   p.y = y, p.y_stride = y_stride, p.activation = f;
-  // evidence.py has the same rule for single layers. Products of bf16 alone are left to oneDNN there.
-  constexpr int64_t kLeastRows = 96, kLeastProducts = 1 << 22;
-  p.on_tiles = rows.on_tiles && rows.dtype != DType::bf16 && p.M >= kLeastRows &&
-               p.M * p.N * p.K >= kLeastProducts && has_tiles(rows.dtype);
+  p.on_tiles = p.M >= rows.tiles.rows && p.M * p.N * p.K >= rows.tiles.products;
   if (part.packed != nullptr) p.packed = part.packed, p.on_tiles = true;
   kernels(rows.dtype).linear(p);
 }

@@ -168,11 +168,11 @@ class _Layer(Plan):
         eps = [torch.finfo(torch.float32).eps if x is None else x for x in eps]
         norm_first = bool(getattr(layer, "norm_first", names.norm_first))
         options = (heads, norm_first, type(norms[0]) is nn.RMSNorm, *eps, activation)
-        sizes = [_limits(x) if x in dtypes else (0, 0) for x in _DTYPES]
+        limits = [_limits(x) if x in dtypes else (0, 0, 0, 0) for x in _DTYPES]
         first = 3 if joint else 0  # of `pairs` with a packed copy
         for n, copy in enumerate(packed, first):
             pairs[n] = (*pairs[n], copy)
-        return (tuple(pairs), *options, sizes)
+        return (tuple(pairs), *options, limits)
 
 
 def _draws(module: nn.Module) -> bool:
@@ -367,14 +367,19 @@ def without_padding(
 
 
 @functools.cache
-def _limits(dtype: torch.dtype) -> tuple[int, int]:
-    """The largest rows·E·F for which the native layer is faster than its operators, and the most
-    rows for which it is at any width."""
+def _limits(dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """The sizes at which the native layer is faster than its operators, and tiles than vectors.
+
+    The largest rows·E·F of a layer, and the most rows of a layer of any width; the least rows of a
+    product on tiles, and its least M·N·K.
+    """
     native = dispatch.load("cpu")
     if isinstance(native, str):
-        return 0, 0
+        return 0, 0, 0, 0
     gemm = native.rule(dtype)
-    return gemm.layer_up_to, gemm.few if gemm.layer_up_to else 0
+    tile_rows = gemm.min_tile_rows if gemm.y == "tiles" else evidence.ANY
+    few = gemm.few if gemm.layer_up_to else 0
+    return gemm.layer_up_to, few, tile_rows, max(gemm.least, gemm.ours_up_to)
 
 
 def forget_plans() -> None:

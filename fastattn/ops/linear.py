@@ -96,6 +96,8 @@ class PackedWeight:
     ``weight`` is the parameter, ``matrix`` the same as [N, K].
     """
 
+    LEAST_ROWS = 48  # of x: fewer are faster by the weight as it is
+
     def __init__(self, weight: Tensor, matrix: Tensor) -> None:
         self._weight = weakref.ref(weight)
         self._state = self._state_of(weight)
@@ -123,7 +125,7 @@ class PackedWeight:
             torch.is_autocast_enabled("cpu")
             or dispatch.forced.get()
             or not _fits(x, matrix, bias)
-            or x.numel() < _LEAST_PACKED_ROWS * x.shape[-1]
+            or x.numel() < self.LEAST_ROWS * x.shape[-1]
             or not runs_eagerly(x, matrix, bias)
             or (torch.is_grad_enabled() and compat.any_requires_grad(x, matrix, bias))
             or (x.dtype == torch.float32 and allows_bf16_parts())
@@ -132,9 +134,6 @@ class PackedWeight:
         native: Any = dispatch.load("cpu")
         y: Tensor = native.linear_packed(x.reshape(-1, x.shape[-1]), matrix, bias, self.rows)
         return y.view(*x.shape[:-1], matrix.shape[0])
-
-
-_LEAST_PACKED_ROWS = 48  # below, the weight is read faster as it is
 
 
 def _on(backend: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -49,7 +49,7 @@ def native_layer(x: Tensor, lengths: list[int], parts: Any, *options: Any) -> An
     """Call the native function on a layer whose facts always hold."""
     *rest, table = options
     facts = _cpu.Facts([], [])
-    plan = _cpu.EncoderPlan(facts, parts, *rest, [(2**62, 0)] * 3)
+    plan = _cpu.EncoderPlan(facts, parts, *rest, [(2**62, 0, 96, 2**22)] * 3)
     starts = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     return _cpu.encoder_layers(x, starts, table, plans=(plan,), wants_gradients=False)
 

@@ -183,7 +183,7 @@ def test_a_native_encoder_layer_reads_packed_weights(length: int) -> None:
     """With the bits of packing in the call, until a weight changes."""
     layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True).eval()
     x = torch.randn(2, length, 128)
-    with native_layers() as called, torch.no_grad():
+    with native_layers("tiles") as called, torch.no_grad():
         fastattn.accelerate(layer)
         want = layer(x)
         fastattn.accelerate(layer, pack_weights=True)

@@ -55,8 +55,11 @@ class Rows(list[int]):
 
 
 @contextlib.contextmanager
-def native_layers() -> Iterator[Rows]:
-    """Within the block encoder layers of any size are computed natively."""
+def native_layers(gemm: str = "torch") -> Iterator[Rows]:
+    """Within the block encoder layers of any size are computed natively, with tiles if it says so.
+
+    ``gemm`` is the evidence's GEMM of single products.
+    """
     called = Rows()
     layers, texts = cpu.encoder_layers, cpu.encode_texts
 
@@ -74,7 +77,7 @@ def native_layers() -> Iterator[Rows]:
         rows = torch.ones_like(ids) if mask is None and y is not None else mask
         return counted(y, rows, named["texts"].plans)
 
-    rule = Gemm("torch", "torch", "torch", layer_up_to=2**62)
+    rule = Gemm(gemm, gemm, gemm, layer_up_to=2**62)
     try:
         with (
             mock.patch.object(cpu, "encoder_layers", of_rows),
