@@ -27,7 +27,7 @@ from fastattn.ops import (
 )
 
 if TYPE_CHECKING:
-    from fastattn import bench, distributed, integrations, nn, plot  # noqa: F401
+    from fastattn import bench, distributed, flash_attn, integrations, nn, plot  # noqa: F401
     from fastattn._capture import capture
     from fastattn._trace import trace
     from fastattn.explanation import explain
@@ -68,8 +68,8 @@ __all__ = [
     "varlen_attention",
 ]
 
-# Imported on first use, because no operator needs them: subpackages, and names by their module.
-_SUBPACKAGES = frozenset({"bench", "distributed", "integrations", "nn", "plot"})
+# Imported on first use, because no operator needs them: modules, and names by their module.
+_MODULES = frozenset({"bench", "distributed", "flash_attn", "integrations", "nn", "plot"})
 _MODULE_OF = {
     "MultiheadAttention": "fastattn.nn",
     "accelerate": "fastattn.integrations",
@@ -84,7 +84,7 @@ _MODULE_OF = {
 if not TYPE_CHECKING:  # a type checker would accept any name of a module with __getattr__
 
     def __getattr__(name: str) -> Any:
-        if name in _SUBPACKAGES:
+        if name in _MODULES:
             return importlib.import_module(f"fastattn.{name}")
         if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -94,4 +94,4 @@ if not TYPE_CHECKING:  # a type checker would accept any name of a module with _
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_SUBPACKAGES, *_MODULE_OF})
+    return sorted({*globals(), *_MODULES, *_MODULE_OF})

@@ -1,5 +1,6 @@
 """Drop-in replacements for modules of ``torch.nn``, on fused kernels."""
 
+from fastattn.nn import functional as functional
 from fastattn.nn._head_network import HeadNetwork
 from fastattn.nn.additive import AdditiveAttention, BahdanauAttention
 from fastattn.nn.hopfield import Hopfield, HopfieldLayer, HopfieldPooling

@@ -143,9 +143,11 @@ PAGES: dict[str, Callable[..., dict[str, Any]]] = {
     ),
     "migration": encoder,
     "multihead_attention": lambda: given("src tgt", (5, 2, 512), (4, 2, 512)),
-    "relative_bias": lambda: given(
-        "q k v table buckets places", *3 * ((2, 8, 49, 8),), (8, 97), (32, 8), (169, 8)
-    ),
+    "relative_bias": lambda: {
+        **given("q k v table buckets places", *3 * ((2, 8, 49, 8),), (8, 97), (32, 8), (169, 8)),
+        **given("R P u v_bias", *2 * ((513, 8, 8),), *2 * ((8, 8),)),
+        "D": 8,
+    },
     "seeing": seeing,
     "sinusoidal": sinusoidal,
     "transformer": transformer,

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from gemms import native_layers
 from snippets import blocks, run
 from torch import nn
 
@@ -190,17 +191,17 @@ def test_tutorial(
         assert "layers.3" in (tmp_path / "attention.html").read_text()
 
 
-def test_first_example_of_readme(fused: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_first_example_of_readme(capsys: pytest.CaptureFixture[str]) -> None:
     page = ROOT / "README.md"
     names: dict[str, Any] = {}
-    run(page, blocks(page)[0], names)
-    assert len(fused) == SIZES["num_hidden_layers"]
+    with native_layers() as called:
+        run(page, blocks(page)[0], names)
+    assert called.layers == [SIZES["num_hidden_layers"]]
     model, output = names["model"], names["output"]
     row = "encoder.layer.*.attention.self  BertSelfAttention  transformers' registry  cpu"
     assert row in re.sub(r" {2,}", "  ", capsys.readouterr().out)
     fastattn.restore(model)
     expected = model(**model.dummy_inputs).last_hidden_state
-    assert len(fused) == SIZES["num_hidden_layers"], "restore left it"
     torch.testing.assert_close(output.last_hidden_state, expected)
 
 

@@ -95,7 +95,7 @@ _FROM_THREADS = """if True:
     import importlib, pickle, sys, threading
     import torch, fastattn
 
-    names = sorted({*fastattn.__all__, *fastattn._SUBPACKAGES})
+    names = sorted({*fastattn.__all__, *fastattn._MODULES})
     assert set(names) <= set(dir(fastattn))
     results = {name: [] for name in names}
     start = threading.Barrier(8)
@@ -112,7 +112,7 @@ _FROM_THREADS = """if True:
         thread.join()
     for name, values in results.items():
         assert len(values) == 8 and len(set(map(id, values))) == 1, name
-        if name in fastattn._SUBPACKAGES:
+        if name in fastattn._MODULES:
             assert importlib.import_module(f"fastattn.{name}") is values[0]
         elif callable(values[0]):
             assert pickle.loads(pickle.dumps(values[0])) is values[0]
@@ -133,5 +133,5 @@ def test_type_checkers_see_what_is_imported_on_first_use() -> None:
     block = next(x for x in tree.body if isinstance(x, ast.If) and "TYPE" in ast.unparse(x.test))
     imports = [x for x in block.body if isinstance(x, ast.ImportFrom)]
     declared = {name.name: x.module for x in imports for name in x.names}
-    subpackages = dict.fromkeys(fastattn._SUBPACKAGES, "fastattn")
-    assert declared == {**subpackages, **fastattn._MODULE_OF}
+    modules = dict.fromkeys(fastattn._MODULES, "fastattn")
+    assert declared == {**modules, **fastattn._MODULE_OF}
