@@ -5,6 +5,9 @@
 // reads its part of the weight once, in order, which takes most of the time of one row. The sums
 // have the order of the tiled kernel, and products commute, so the bits of a row do not depend on
 // the number of rows.
+//
+// There are two panels: the next one is packed before or while this one is multiplied. So no vector
+// is loaded from narrower stores that have not reached the cache, which would wait for them.
 #pragma once
 #include "../threads.h"
 #include "activation.h"
@@ -20,15 +23,22 @@ namespace {
 constexpr int64_t kReducedWords = 256;
 
 // Each row of a panel is a separate stream. The prefetcher of Intel's cores follows 32 streams, and
-// Intel's cores run the instruction set without BF16.
+// Intel's cores run the instruction set without BF16. There sums of few rows wait for each other
+// longer than packing takes, so packing is placed between them.
 #if defined(__AVX512F__) && !defined(__AVX512BF16__)
 template <class T>
 constexpr int64_t kPanelRows = 32;
+constexpr int64_t kPanelLines = 2;  // of each row
 constexpr int64_t kLinesAhead = 8;
+constexpr int kLocality = 3;  // of the prefetch: L1
+constexpr bool kPacksBetweenSums = true;
 #else
 template <class T>
 constexpr int64_t kPanelRows = kSame<T, double> ? 32 : 64;
+constexpr int64_t kPanelLines = 1;
 constexpr int64_t kLinesAhead = 4;
+constexpr int kLocality = 2;  // L2
+constexpr bool kPacksBetweenSums = false;
 #endif
 
 // The contents of a lane in a panel of the weight: a word, or elements of 16 bits that are widened
@@ -73,9 +83,11 @@ class FewRows {
   static constexpr int W = kLanes<T>;
   static constexpr int64_t L = kPanelRows<T>;  // rows of the weight in a panel
   static constexpr int kVectors = static_cast<int>(L) / W;
-  static constexpr int64_t kLine = 64 / sizeof(S);        // elements
-  static constexpr int64_t kChunk = kLine / P::kPerWord;  // words of a panel: one line of each row
-  static constexpr int64_t kAhead = kLinesAhead * kLine;  // elements
+  static constexpr int64_t kLine = 64 / sizeof(S);               // elements
+  static constexpr int64_t kLineWords = kLine / P::kPerWord;     // words
+  static constexpr int64_t kChunk = kPanelLines * kLineWords;    // words of a row in a panel
+  static constexpr int64_t kPanel = kChunk / Panel::kWords * L;  // elements of E
+  static constexpr int64_t kAhead = kLinesAhead * kLine;         // elements
   static constexpr int kRows = kSquareRows<E>;
   // As many sums as the registers hold. Three rows also have room for four vectors.
   static constexpr int kSums = kRegisters == 32 ? 16 : 8;
@@ -113,10 +125,10 @@ class FewRows {
   const LinearParams& p;
 
   struct Buffers {
-    Word* x;   // [M][words of K]
-    E* panel;  // [kChunk / kWords][L]
-    T* sums;   // [M][L], of one block of the reduction
-    T* y;      // [M][L]
+    Word* x;           // [M][words of K]
+    E *panel, *other;  // [kChunk / kWords][L]
+    T* sums;           // [M][L], of one block of the reduction
+    T* y;              // [M][L]
     size_t bytes;
   };
 
@@ -125,7 +137,7 @@ class FewRows {
     Arena a(base);
     Buffers buf;
     buf.x = a.take<Word>(p.M * words<P>(p.K));
-    buf.panel = a.take<E>(kChunk / Panel::kWords * L);
+    buf.panel = a.take<E>(kPanel), buf.other = a.take<E>(kPanel);
     buf.sums = a.take<T>(p.M * L);
     buf.y = a.take<T>(p.M * L);
     buf.bytes = a.used();
@@ -137,14 +149,18 @@ class FewRows {
   void group(Buffers& buf, const Word* x, int64_t n) const {
     const int64_t n0 = min_of(n, p.N - L), reduced = words<P>(p.K);
     const S* w = static_cast<const S*>(p.w) + n0 * p.w_stride;
+    pack(w, 0, buf.panel);
     for (int64_t k0 = 0; k0 < reduced; k0 += kReducedWords) {
       const int64_t k1 = min_of(reduced, k0 + kReducedWords);
       for (int64_t k = k0; k < k1; k += kChunk) {
-        const int64_t count = min_of(kChunk, k1 - k), column = k * P::kPerWord;
-        // At the end of these rows, prefetch the beginning of the next group's rows.
-        const int64_t ahead = column + kAhead < p.K ? kAhead : L * p.w_stride + kAhead - p.K;
-        pack(w + column, min_of(kLine, p.K - column), ahead, buf.panel);
-        multiply(x + k, reduced, count, k == k0, buf);
+        const int64_t next = (k + kChunk) * P::kPerWord;
+        if (k + kChunk > k1 || next + kPanelLines * kLine > p.K ||
+            !multiply_and_pack(x + k, reduced, k == k0, w, next, buf)) {
+          if (next < p.K) pack(w, next, buf.other);
+          multiply(x + k, reduced, min_of(kChunk, k1 - k), k == k0, buf);
+        }
+        E* const packed = buf.other;
+        buf.other = buf.panel, buf.panel = packed;
       }
       add(k0 == 0, n0, buf);
     }
@@ -171,20 +187,76 @@ class FewRows {
     for (int64_t i = skipped; i < L; i += W) store_as<T>(to + i, load(from + i), W);
   }
 
-  // Packs `columns` elements of L rows to panel[column][lane]; prefetches the elements `ahead`.
-  __attribute__((noinline)) void pack(const S* w, int64_t columns, int64_t ahead, E* panel) const {
-    const int64_t ld = p.w_stride;
-    for (int64_t n = 0; n < L; n += kRows, w += kRows * ld, panel += kRows) {
-      FASTATTN_UNROLL for (int i = 0; i < kRows; ++i) __builtin_prefetch(w + i * ld + ahead, 0, 2);
-      if (columns == kLine) {
-        transpose_lines<E>(w, ld, panel, L);
-      } else {
+  // How far to prefetch from a panel that begins at this column; at the end of the rows, to the
+  // beginning of the next group's rows.
+  int64_t ahead_of(int64_t column) const {
+    return column + kAhead < p.K ? kAhead : L * p.w_stride + kAhead - p.K;
+  }
+  static FASTATTN_INLINE void prefetch(const S* w, int64_t ld) {
+    for (int i = 0; i < kRows; ++i)
+      FASTATTN_UNROLL for (int64_t l = 0; l < kPanelLines; ++l)
+          __builtin_prefetch(w + i * ld + l * kLine, 0, kLocality);
+  }
+
+  // Packs the lines of L rows from this column on to panel[column][lane].
+  __attribute__((noinline)) void pack(const S* w, int64_t column, E* panel) const {
+    const int64_t ld = p.w_stride, end = min_of(p.K, column + kPanelLines * kLine);
+    const int64_t ahead = column + ahead_of(column);
+    for (int64_t n = 0; n < L; n += kRows, w += kRows * ld) {
+      prefetch(w + ahead, ld);
+      E* to = panel + n;
+      for (int64_t c = column; c < end; c += kLine, to += kLineWords / Panel::kWords * L) {
+        if (end - c >= kLine) {
+          transpose_lines<E>(w + c, ld, to, L);
+          continue;
+        }
         S line[kRows * kLine] = {};
         for (int i = 0; i < kRows; ++i)
-          __builtin_memcpy(line + i * kLine, w + i * ld, static_cast<size_t>(columns) * sizeof(S));
-        transpose_lines<E>(line, kLine, panel, L);
+          __builtin_memcpy(line + i * kLine, w + i * ld + c,
+                           static_cast<size_t>(end - c) * sizeof(S));
+        transpose_lines<E>(line, kLine, to, L);
       }
     }
+  }
+
+  // Multiplies a whole panel by up to four rows while it packs the next one, which is whole too;
+  // false if it does not serve this call.
+  bool multiply_and_pack(const Word* x, int64_t ldx, bool first, const S* w, int64_t column,
+                         Buffers& buf) const {
+    if constexpr (kPacksBetweenSums && !kSame<T, double>) {
+      const auto run = [&](auto width) __attribute__((always_inline)) {
+        multiply_and_pack_rows<decltype(width)::value>(x, ldx, first, w, column, buf);
+        return true;
+      };
+      if (p.M == 1) return run(Width<1>());
+      if (p.M == 2) return run(Width<2>());
+      if (p.M == 3) return run(Width<3>());
+      if (p.M == 4) return run(Width<4>());
+    }
+    return false;
+  }
+  template <int kRowsOfX>
+  __attribute__((noinline)) void multiply_and_pack_rows(const Word* x, int64_t ldx, bool first,
+                                                        const S* w, int64_t column,
+                                                        Buffers& buf) const {
+    constexpr int64_t kWords = kChunk / (L / kRows * kPanelLines);  // multiplied after each square
+    static_assert(kWords % Panel::kWords == 0 && kChunk % kWords == 0);
+    const int64_t ld = p.w_stride, ahead = ahead_of(column);
+    const E* panel = buf.panel;
+    E* next = buf.other;
+    Vec<T> acc[kRowsOfX][kVectors];
+    load_sums(buf.sums, first, acc);
+    w += column;
+    for (int64_t n = 0; n < L; n += kRows, w += kRows * ld, next += kRows) {
+      prefetch(w + ahead, ld);
+      FASTATTN_UNROLL for (int64_t l = 0; l < kPanelLines; ++l) {
+        transpose_lines<E>(w + l * kLine, ld, next + l * (kLineWords / Panel::kWords) * L, L);
+        FASTATTN_UNROLL for (int64_t k = 0; k < kWords; k += Panel::kWords, panel += L)
+            multiply_words(x + k, ldx, panel, acc);
+        x += kWords;
+      }
+    }
+    store_sums(acc, buf.sums);
   }
 
   // sums[row][lane] += x panel
@@ -211,19 +283,33 @@ class FewRows {
     constexpr int NV = min_of(kVectors, kSums / (kRowsOfX == 3 ? 4 : kRowsOfX));
     for (int64_t n = 0; n < L; n += NV * W, sums += NV * W, panel += NV * W) {
       Vec<T> acc[kRowsOfX][NV];
-      FASTATTN_UNROLL for (int r = 0; r < kRowsOfX; ++r)
-          FASTATTN_UNROLL for (int v = 0; v < NV; ++v) acc[r][v] =
-              first ? Vec<T>{} : load(sums + r * L + v * W);
+      load_sums(sums, first, acc);
       int64_t k = 0;
-      for (; k + Panel::kWords <= count; k += Panel::kWords) {
-        const E* const at = panel + k / Panel::kWords * L;
-        multiply_word<0>(x + k, ldx, at, acc);
-        if constexpr (Panel::kWords == 2) multiply_word<1>(x + k + 1, ldx, at, acc);
-      }
+      for (; k + Panel::kWords <= count; k += Panel::kWords)
+        multiply_words(x + k, ldx, panel + k / Panel::kWords * L, acc);
       if (k < count) multiply_word<0>(x + k, ldx, panel + k / Panel::kWords * L, acc);
-      FASTATTN_UNROLL for (int r = 0; r < kRowsOfX; ++r)
-          FASTATTN_UNROLL for (int v = 0; v < NV; ++v) store(sums + r * L + v * W, acc[r][v]);
+      store_sums(acc, sums);
     }
+  }
+
+  // acc = sums[r][L], or 0 with `first`, and back.
+  template <int kRowsOfX, int NV>
+  static FASTATTN_INLINE void load_sums(const T* sums, bool first, Vec<T> (&acc)[kRowsOfX][NV]) {
+    FASTATTN_UNROLL for (int r = 0; r < kRowsOfX; ++r) FASTATTN_UNROLL for (int v = 0; v < NV; ++v)
+        acc[r][v] = first ? Vec<T>{} : load(sums + r * L + v * W);
+  }
+  template <int kRowsOfX, int NV>
+  static FASTATTN_INLINE void store_sums(const Vec<T> (&acc)[kRowsOfX][NV], T* sums) {
+    FASTATTN_UNROLL for (int r = 0; r < kRowsOfX; ++r) FASTATTN_UNROLL for (int v = 0; v < NV; ++v)
+        store(sums + r * L + v * W, acc[r][v]);
+  }
+
+  // acc[r][v] += x[r * ldx] times the words of a column of the panel.
+  template <int kRowsOfX, int NV>
+  static FASTATTN_INLINE void multiply_words(const Word* x, int64_t ldx, const E* at,
+                                             Vec<T> (&acc)[kRowsOfX][NV]) {
+    multiply_word<0>(x, ldx, at, acc);
+    if constexpr (Panel::kWords == 2) multiply_word<1>(x + 1, ldx, at, acc);
   }
 
   // acc[r][v] += x[r * ldx] times one word of every lane, in the order of tile().
