@@ -75,7 +75,7 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
 
 def explain_primitive(operator: Any, args: Sequence[Any]) -> Explanation:
     """Explain a call of a ``fastattn.library.Operator``."""
-    tensors, options = operator._primitive(args)
+    tensors, options = operator.backend_arguments(args)
     return explanation(operator.name, tensors, options, operator.obstacles(args))
 
 
