@@ -162,7 +162,7 @@ class Plans:
         self._plans, self._older = {}, {}
 
     def _load_and_sign(self, tensors: tuple[Any, ...], *args: Any) -> bytes | None:
-        """Load the native ``signature`` at the first call on the CPU; later calls use it directly."""
+        """Load the native ``signature`` at the first call on the CPU; later calls run it."""
         if not getattr(tensors[0], "is_cpu", False):
             return None
         cpu = dispatch.load("cpu")
