@@ -54,7 +54,7 @@ def collect() -> dict[str, Any]:
 
 
 def _choices() -> list[dict[str, str]]:
-    """The choices for this machine, and the evidence for them."""
+    """The choices of fastattn.evidence for this machine, and the reasons for them."""
     queries = [("cpu", "backends", ATTENTION), ("cpu", "isa", ""), ("cpu", "gemm", "")]
     if evidence.processor("cuda").name:
         queries.append(("cuda", "backends", ATTENTION))
@@ -63,14 +63,22 @@ def _choices() -> list[dict[str, str]]:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             row = evidence.choose(what, device, op, dtype)
             use = _use_text(row.use)
-            use += f" (from {row.least_queries} queries on)" * (row.least_queries > 0)
-            names = {"device": device, "choice": what, "dtype": str(dtype).removeprefix("torch.")}
-            choices.append({**names, "use": use, "source": row.because})
+            if row.least_queries > 0:
+                use += f" (from {row.least_queries} queries on)"
+            choices.append(
+                {
+                    "device": device,
+                    "choice": what,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "use": use,
+                    "source": row.because,
+                }
+            )
     return choices
 
 
 def _use_text(use: Any) -> str:
-    """The order of backends, an instruction set, or the fields of a Gemm that are set."""
+    """A choice as text: an order of backends, an instruction set, or the set fields of a Gemm."""
     if isinstance(use, Gemm):
         fields = ((name, "∞" if x == ANY else x) for name, x in use._asdict().items() if x)
         return ", ".join(f"{name}={x}" for name, x in fields)
@@ -78,6 +86,7 @@ def _use_text(use: Any) -> str:
 
 
 def _cpu() -> dict[str, Any]:
+    """The processor, its cores, and how many of them this process may use."""
     fields = cpuinfo()  # empty if not on Linux: fall back to `platform`
     flags = (fields.get("flags") or fields.get("Features") or "").split()
     return {
@@ -153,6 +162,7 @@ def _cores_text(cpu: dict[str, Any]) -> str:
 
 
 def _isa_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """The rows of instruction sets."""
     isa = facts["isa"]
     if isa is None:
         return [("ISA", "none: there is no native core, everything runs in plain PyTorch")]
@@ -175,7 +185,10 @@ def _choice_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     for choice in facts["choices"]:
         key = (f"{choice['device']} {choice['choice']}", choice["use"], choice["source"])
         rows.setdefault(key, []).append(choice["dtype"])
-    return [(what, f"{', '.join(d)}: {use} [{source}]") for (what, use, source), d in rows.items()]
+    return [
+        (name, f"{', '.join(dtypes)}: {use} [{source}]")
+        for (name, use, source), dtypes in rows.items()
+    ]
 
 
 def _backend_text(name: str, facts: dict[str, Any]) -> str:
