@@ -91,7 +91,7 @@ def attend(*args: Any, **options: Any) -> Tensor:
     down.
     """
     if _active:
-        out = _attend(*args, **options)
+        out = _try_fastattn(*args, **options)
         if out is not None:
             return out
     stock: Tensor = stock_attention(*args, **options)
@@ -106,10 +106,11 @@ def _attend_in_vmap(query: Tensor, *args: Any, **options: Any) -> Tensor:
     return stock
 
 
-_NO_MASK = True  # of fastattn.masks
+# Marks the signature of a call without a mask of fastattn.masks, as in fastattn.ops.sdpa.
+_NO_MASK = True
 
 
-def _attend(
+def _try_fastattn(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -1,7 +1,8 @@
 """Attention of transformers' models whose bias depends on the content, without a matrix of pairs.
 
 Each class has the forward of one class of transformers, which it falls back to. It is put in front
-of that class by :func:`fastattn.accelerate`.
+of that class by :func:`fastattn.accelerate`. ``me`` is ``self`` without a type, for the attributes
+of the class of transformers.
 """
 
 from __future__ import annotations
@@ -136,9 +137,9 @@ class _DebertaV2(nn.Module):
         rows = me.pos_dropout(embeddings)[: 2 * span]
         fingerprints = _fingerprints(rows, [x for x in layers if x is not None])
         if fingerprints is not None and self in _tables_of:
-            known_fingerprints, known_tables = _tables_of[self]
+            known_fingerprints, (query_table, key_table) = _tables_of[self]
             if known_fingerprints == fingerprints:
-                return Disentangled(*known_tables, max_distance=limit)
+                return Disentangled(query_table, key_table, max_distance=limit)
         rows = torch.cat([rows, rows[-1:]])
         # Tables that are kept have the rows of all distances, others those of this length only.
         reach = span
@@ -155,7 +156,7 @@ class _DebertaV2(nn.Module):
         elif reach < span:
             missing_rows = (0, 0, 0, 0, span - reach, span - reach)
             tables = [x if x is None else nn.functional.pad(x, missing_rows) for x in tables]
-        return Disentangled(*tables, max_distance=limit)
+        return Disentangled(tables[0], tables[1], max_distance=limit)
 
     def _split_heads(self, x: Tensor) -> Tensor:
         heads: Any = self.num_attention_heads
