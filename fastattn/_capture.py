@@ -104,8 +104,6 @@ def capture(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 
 class _Recorder:
-    """Runs layers and keeps their weights."""
-
     def __init__(self) -> None:
         self.weights: dict[str, list[Tensor]] = {}  # by the name of the layer, one for each call
         # True during the second run of a layer, whose inner layers are recorded already.
@@ -173,16 +171,8 @@ class _Recorder:
                 if isinstance(query, Tensor) and query.is_nested:
                     module, _, key, value = bound.args[:4]
                     if not isinstance(module, MultiheadAttention):  # the stock class has no weights
-                        return nested_attention(
-                            module,
-                            query,
-                            key,
-                            value,
-                            key_padding_mask=None,
-                            attn_mask=None,
-                            need_weights=True,
-                            average_attn_weights=False,
-                        )
+                        masks = (None, None)
+                        return nested_attention(module, query, key, value, *masks, **_REQUESTS[0])
                 return forward(*bound.args, **bound.kwargs)
         finally:
             self.paused = False
@@ -201,14 +191,13 @@ class _FunctionCalls(TorchFunctionMode):
         self._names = {module: name for name, module in model.named_modules()}
         self._running = _RunningModules()
 
+    # The hooks of each module; the outermost call turns the mode on and off.
     def begin(self, module: nn.Module, *_: Any) -> None:
-        """Pre-hook of a module; the outermost one turns the mode on."""
         if not self._running.modules:
             self.__enter__()
         self._running.modules.append(module)
 
     def end(self, *_: Any) -> None:
-        """Hook of a module; the outermost one turns the mode off."""
         self._running.modules.pop()
         if not self._running.modules:
             self.__exit__(None, None, None)
@@ -299,7 +288,6 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _random_state() -> tuple[Tensor, list[Tensor]]:
-    """The states of the random number generators of the CPU, and of all GPUs in use."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return torch.get_rng_state(), cuda
 

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Derivative:
-    """Declares the backward operator of a primitive by the names of its tensors and results.
-
-    Each ``str`` is a list of names, separated by spaces.
-    """
+    """Declares the backward operator of a primitive; a ``str`` lists names of its tensors."""
 
     grads: str  # the results that have a gradient
     reads: str  # tensors and results that the backward kernel takes after the gradients
@@ -42,10 +39,7 @@ class Derivative:
     of_call: Callable[..., Any] | None = None
 
     def skippable(self) -> list[str]:
-        """The tensors whose gradients the backward options can leave out.
-
-        The option ``needed`` has a bit for each gradient; ``needs_mask_grad`` is for the mask.
-        """
+        """The tensors whose gradients the option ``needed`` or ``needs_mask_grad`` can skip."""
         names = {field.name for field in fields(self.options)}
         if "needed" in names:
             return self.gives.split()
@@ -68,9 +62,8 @@ class Derivative:
         declared, returned = operator.declared, operator.returned
         optional = "?" * (len(grads) > 1)  # a result that is not used has no gradient
         tensors = [f"grad_{name}{optional}:{returned.shapes[name]}" for name in grads]
-        tensors += [
-            (declared if name in declared.shapes else returned).item(name) for name in reads
-        ]
+        owners = (declared if name in declared.shapes else returned for name in reads)
+        tensors += [owner.item(name) for owner, name in zip(owners, reads, strict=True)]
         tensors += [f"{whole} % {divisor}" for whole, divisor in declared.multiples]
         return (self.operator or type(operator))(
             f"{operator.name}_backward",

@@ -70,9 +70,8 @@ _LIKE = {"value_cache": "key_cache", "lse_b": "lse_a"}  # tensors with the dtype
 
 
 def _rule_of(op: str, name: str) -> _Rule:
-    """The rule of a tensor; without one in ``_RULES`` it has the dtype of the leading tensor."""
     rule = _RULES.get(f"{op.removesuffix('_backward')}.{name}") or _RULES.get(name)
-    return rule or (lambda leading: (leading,))
+    return rule or (lambda leading: (leading,))  # the same dtype
 
 
 class Dtypes:
@@ -108,7 +107,7 @@ class Dtypes:
             if x is None:
                 continue
             dtypes = rule(tensors[like].dtype)
-            if name == "key_cache":  # key_scales say that the cache is quantised
+            if name == "key_cache":  # quantised if there are key_scales
                 scaled = self._scales is not None and tensors[self._scales] is not None
                 dtypes = tuple(QUANTISED) if scaled else dtypes[:1]
             if x.dtype not in dtypes:

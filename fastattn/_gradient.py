@@ -30,11 +30,10 @@ class _Context(NamedTuple):
 class Gradient:
     """The derivative of an operator, whose tensors have places here instead of names.
 
-    Four functions pick elements of a tuple, in C. ``_save``: the tensors to save, from all tensors
-    and results. ``_take``: the arguments of the backward operator, from the gradients of all
-    results. ``_arrange``: the gradients of all arguments but the backend, from the results of the
-    backward operator and a None behind them. ``_pick_needed``: which gradients of the skippable
-    tensors are needed, from ``needs_input_grad``.
+    Four functions pick elements of a tuple, in C. ``_pick_saved``: the tensors to save, of all
+    tensors and results. ``_pick_taken``: the gradients that the backward operator takes, of all
+    results. ``_arrange``: the gradients of all arguments but the backend, of its results and None.
+    ``_pick_needed``: the flags of skippable gradients, of ``needs_input_grad``.
     """
 
     def __init__(
@@ -52,16 +51,16 @@ class Gradient:
         self._places: dict[int, int] = {}
         if derivative is None:
             everything = itemgetter(slice(None))
-            self._save = itemgetter(slice(0 if formula else len(names)))
-            self._take = self._arrange = everything
+            self._pick_saved = itemgetter(slice(0 if formula else len(names)))
+            self._pick_taken = self._arrange = everything
             return
         grads, reads, gives = (
             text.split() for text in (derivative.grads, derivative.reads, derivative.gives)
         )
         saveable, none = [*names, *results], len(gives)
         self._saved = [saveable.index(name) for name in reads]
-        self._save = _picker(self._saved)
-        self._take = _picker([results.index(name) for name in grads])
+        self._pick_saved = _picker(self._saved)
+        self._pick_taken = _picker([results.index(name) for name in grads])
         places = [gives.index(name) if name in gives else none for name in names]
         self._arrange = _picker([*places, none])
         self._places = {names.index(name): reads.index(name) for name in gives if name in reads}
@@ -85,16 +84,14 @@ class Gradient:
         return _function(self._operator.name, forward_and_save, self.derive)
 
     def function_of_plans(self, first: bool) -> Any:
-        """Return the function that plans call, on the CPU's kernels.
-
-        It takes the tensors and the options. ``first``: it returns only the first result.
-        """
+        """Return the function that plans call, on the CPU's kernels; ``first``: for one result."""
         derivative, operator = self._derivative, self._operator
         if derivative is None:
             return None
         keeps, save, derive = self.native_passes()
         name, load, several = operator.name, dispatch.load, operator.returns > 1
-        take, of_call, constants = self._take, derivative.of_call, [] if first else self._constants
+        take, of_call = self._pick_taken, derivative.of_call
+        constants = [] if first else self._constants
         returns = 1 if first else operator.returns
         other_grads = (None,) * (operator.returns - returns)  # of results that are not returned
 
@@ -130,7 +127,7 @@ class Gradient:
         """
         operator, derivative, load = self._operator, self._derivative, dispatch.load
         assert derivative is not None
-        save, arrange, options_of = self._save, self._arrange, self._options_of_backward
+        save, arrange, options_of = self._pick_saved, self._arrange, self._options_of_backward
         name, keeps = operator.backward.name, {"keeps": True} if derivative.keeps else {}
         if keeps:  # the extra results follow all others
             begin = len(operator.names) + operator.returns
@@ -148,7 +145,7 @@ class Gradient:
         ctx.eager = eager
         ctx.set_materialize_grads(False)
         all_results = (results,) if self._operator.returns == 1 else results
-        ctx.save_for_backward(*self._save((*tensors, *all_results)))
+        ctx.save_for_backward(*self._pick_saved((*tensors, *all_results)))
         if self._derivative is not None and self._derivative.of_call is not None:
             ctx.options = self._derivative.of_call(*tensors, ctx.options)
         if self._constants:
@@ -160,7 +157,7 @@ class Gradient:
         for n, name in self._placeholders:
             if is_placeholder(name, options):
                 grads = (*grads[:n], None, *grads[n + 1 :])
-        grads = self._take(grads)
+        grads = self._pick_taken(grads)
         if not _is_any(grads):
             return (None,) * len(needs)
         if self._formula is not None:
@@ -204,7 +201,7 @@ def in_one_node(first: Gradient, then: Gradient) -> Any:
 
     It takes the other tensors of ``then``, the tensors of ``first``, and the options of both; it
     returns the first result of ``then``. A second autograd node would take as long as a small
-    kernel. Here ``then_name`` is the name of ``then``, and so on.
+    kernel.
     """
     keeps, save, derive = first.native_passes()
     _, then_save, then_derive = then.native_passes()
@@ -212,7 +209,8 @@ def in_one_node(first: Gradient, then: Gradient) -> Any:
     others = len(then._operator.names) - 1  # the number of its other tensors
     # The gradients of all results but the first, and those of them that the backward takes.
     none, then_none = ((None,) * (x._operator.returns - 1) for x in (first, then))
-    taken_none, then_taken_none = first._take((None, *none))[1:], then._take((None, *then_none))[1:]
+    taken_none = first._pick_taken((None, *none))[1:]
+    then_taken_none = then._pick_taken((None, *then_none))[1:]
 
     def forward(ctx: Any, *args: Any) -> Any:
         tensors, (options, then_options) = args[others:-2], args[-2:]
@@ -249,7 +247,6 @@ def in_one_node(first: Gradient, then: Gradient) -> Any:
 
 
 def _function(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
-    """The ``apply`` of an autograd function of these two passes."""
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(name, (compat.SingleLevelFunction,), methods).apply  # type: ignore[attr-defined]
 

@@ -48,10 +48,7 @@ class Processor(NamedTuple):
         return ", ".join([self.device, self.vendor, self.name, *features])
 
     def is_like(self, on: str) -> bool:
-        """Whether this processor matches ``on`` of a row of evidence: a key, or a list of words.
-
-        Each word is a device, a vendor, a feature or a family; "-word" must not match.
-        """
+        """Whether ``on`` of a row of evidence means this processor: its key, or words about it."""
         if on == self.key:
             return True
         family = re.search(r"family \d+", self.name)

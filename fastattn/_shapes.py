@@ -57,10 +57,7 @@ class Declared:
         return ", ".join(f"{kinds[name in self.optional]} {name}" for name in self.shapes)
 
     def sizes(self, name: str, known: Mapping[str, Any], number: int) -> tuple[Any, ...]:
-        """The sizes of a result. If several shapes are declared, ``number`` > 1 selects one.
-
-        With ``number`` 1 it is the longest shape of which all sizes are known.
-        """
+        """The sizes of a result: of its shape ``number`` > 1; for 1, of the longest known shape."""
         shapes = [shape.split() for shape in self.shapes[name].split("/")]
         if number == 1:
             shape = max((x for x in shapes if known.keys() >= set(x)), key=len)
@@ -128,7 +125,6 @@ class Shapes:
     def _refuse(
         self, name: str, x: Tensor, alternatives: Sequence[_Shape], known: Mapping[str, Any]
     ) -> None:
-        """Raise the error for a tensor that has none of the shapes."""
         expected = " or ".join(f"[{shape.text}]" for shape in alternatives)
         names = {size.name: None for shape in alternatives for size in shape.sizes}
         sizes = ", ".join(f"{name} = {known[name]}" for name in names if name in known)

@@ -21,11 +21,7 @@ from fastattn.library import operators, watchers
 
 # PyTorch's own fused attention. Its unfused attention is a product, a softmax and another product,
 # which no name distinguishes from others.
-_FUSED_BY_TORCH = (
-    "aten::_scaled_dot_product_",
-    "aten::_native_multi_head_attention",
-    "aten::_transformer_",
-)
+_FUSED = ("aten::_scaled_dot_product_", "aten::_native_multi_head_attention", "aten::_transformer_")
 
 
 @dataclass
@@ -122,25 +118,24 @@ class Calls(DispatchMode):
                 return attend(*args, **kwargs)
         if not hasattr(func, "overloadpacket"):  # such as flex_attention
             return func(*args, **kwargs)
-        if func not in operators and not func.name().startswith(_FUSED_BY_TORCH):
+        if func not in operators and not func.name().startswith(_FUSED):
             return func(*args, **kwargs)
         return self.count(func, args, lambda: func(*args, **kwargs))
 
     def count(self, func: Any, args: Sequence[Any], run: Callable[[], Any]) -> Any:
         """Return ``run()``, which calls an operator, and count that call."""
-        call = self._call(func, args)
+        call = self._record_of(func, args)
         call.count += 1
         if not self._timed:
             return run()
-        _wait(args)
+        _wait_for_gpu(args)
         start = time.perf_counter()
         results = run()
-        _wait(args)
+        _wait_for_gpu(args)
         call.seconds += time.perf_counter() - start
         return results
 
-    def _call(self, func: Any, args: Sequence[Any]) -> Call:
-        """The record of calls such as this one, a new one if it is the first."""
+    def _record_of(self, func: Any, args: Sequence[Any]) -> Call:
         tensors = [x for x in args if isinstance(x, Tensor)]
         name = func.overloadpacket.__name__
         shapes = tuple(tuple(x.shape) for x in tensors)
@@ -199,8 +194,7 @@ def _backend(func: Any, args: Sequence[Any]) -> tuple[str, str]:
     return explanation.runs or "", explanation.passed_over
 
 
-def _wait(args: Sequence[Any]) -> None:
-    """Wait for the GPU of the tensors, if they are on one."""
+def _wait_for_gpu(args: Sequence[Any]) -> None:
     for x in args:
         if isinstance(x, Tensor) and x.is_cuda:
             torch.cuda.synchronize(x.device)

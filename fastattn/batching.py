@@ -44,8 +44,8 @@ def through_torch_vmap(
             for grad in grads
         ]
         if any(x is not None for x in unwrapped):
-            in_dims = tuple(None if x is None else 0 for x in unwrapped)
-            function = torch.vmap(function, in_dims=in_dims)
+            dims = tuple(None if x is None else 0 for x in unwrapped)
+            function = torch.vmap(function, in_dims=dims)
             grads = [old if new is None else new for old, new in zip(grads, unwrapped, strict=True)]
             levels.append(level)
     results = function(*grads)

@@ -13,10 +13,7 @@ from fastattn._version import __version__
 
 
 def backend(name: str) -> dict[str, Any]:
-    """Describe a backend: {"built": bool, "reason": why it is not built, or None}, and more.
-
-    A native backend also has the fields of its build record, Triton its version.
-    """
+    """{"built": bool, "reason": why it is not built, or None}, and the record of its build."""
     if importlib.util.find_spec(f"fastattn.backends.{name}") is None:
         return {"built": False, "reason": f"fastattn {__version__} has no {name} kernels"}
     if name in ("reference", "torch"):
@@ -68,7 +65,6 @@ def is_stale() -> bool:
 
 
 def version_of(package: str) -> str | None:
-    """The version of an installed package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

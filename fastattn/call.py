@@ -37,15 +37,7 @@ class Plan:
     be missing, and where the kernel accepts it, several may stand for the first.
     """
 
-    __slots__ = (
-        "_has_only_first",
-        "_operator",
-        "_records",
-        "kernel",
-        "options",
-        "requires_grad",
-        "viewed",
-    )
+    __slots__ = ("_operator", "_records", "_skips", "kernel", "options", "requires_grad", "viewed")
 
     def __init__(
         self, operator: Operator, options: Any, requires_grad: bool, viewed: bool = False
@@ -55,7 +47,7 @@ class Plan:
         self._operator, self.options, self.requires_grad = operator, options, requires_grad
         self._records: dict[Any, Any] = {}
         self.kernel: Any = getattr(dispatch.load("cpu"), operator.name, None)
-        self._has_only_first = _has_only_first(self.kernel)
+        self._skips = _skips_results(self.kernel)
 
     def all(self, tensors: tuple[Tensor | None, ...], options: Any = None) -> Any:
         """The results of the operator."""
@@ -69,7 +61,7 @@ class Plan:
         options = options or self.options
         if self.requires_grad and torch.is_grad_enabled():
             return self._operator.planned_first(*tensors, options)
-        if self._has_only_first:
+        if self._skips:
             return self.kernel(*tensors, options=options, only_first=True)
         return self.kernel(*tensors, options=options)[0]
 
@@ -84,7 +76,7 @@ class Plan:
 
 
 @functools.cache  # reading a native signature takes longer than the rest of a cache miss
-def _has_only_first(kernel: Any) -> bool:
+def _skips_results(kernel: Any) -> bool:
     """Whether a kernel has the argument ``only_first``, which leaves out all other results."""
     return kernel is not None and "only_first" in inspect.signature(kernel).parameters
 
@@ -102,12 +94,11 @@ class _ChoosingPlan(Plan):
 
 
 class Plans:
-    """The plans of one public function.
+    """The plans of one public function; all are dropped when fastattn.evidence changes.
 
-    All are dropped when the evidence changes by which backends are chosen (fastattn.evidence). The
-    signature has the heads and columns of the first ``rows`` tensors of a call. The cache has two
-    generations: a plan that is used moves to the newer one, and the older one is dropped when the
-    newer one is full.
+    The signature has the heads and columns of the first ``rows`` tensors of a call. The cache has
+    two generations: a plan that is used moves to the newer one, and the older one is dropped when
+    the newer one is full.
     """
 
     def __init__(self, rows: int = 0) -> None:
@@ -153,7 +144,6 @@ class Plans:
         return plan
 
     def set(self, signature: bytes | None, plan: Any) -> None:
-        """Put a plan into the newer generation."""
         if len(self._plans) >= _MAX_PLANS // 2:
             self._older, self._plans = self._plans, {}
         self._plans[signature] = plan

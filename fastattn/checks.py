@@ -28,7 +28,6 @@ def wrong_type(
 
 
 def not_dense(op: str, name: str, x: Tensor, error: type[Exception] = RuntimeError) -> Exception:
-    """The error for a nested or sparse tensor."""
     kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
     return error(f"{op}: {name} must be a dense tensor, got a {kind} one")
 
@@ -48,10 +47,7 @@ def check_dense(op: str, **tensors: Any) -> None:
 
 
 def check_strided(op: str, name: str, x: Any, position: int | None = None) -> None:
-    """Check that a tensor is dense, for an operator with PyTorch's errors.
-
-    ``position`` is its position in the operator's list of arguments.
-    """
+    """Check that a tensor is dense, with PyTorch's errors; ``position``: among the arguments."""
     if not isinstance(x, Tensor):
         raise wrong_type(op, name, x, "Tensor", position)
     if x.is_nested or x.layout is not torch.strided:
@@ -115,7 +111,6 @@ def expands_to(shape: Sequence[int], target: Sequence[int]) -> bool:
 
 
 def check_tensor(op: str, name: str, x: Any, shape: str, dims: int, device: torch.device) -> None:
-    """Check the number of dimensions and the device; ``shape`` describes it in the error."""
     check_strided(op, name, x)
     if x.dim() != dims:
         raise ValueError(f"{op}: {name} must be {shape}, got shape {tuple(x.shape)}")
@@ -142,7 +137,6 @@ def check_constant(op: str, name: str, x: Any) -> None:
 
 
 def check_flag(op: str, name: str, value: Any) -> None:
-    """Check for a bool, with the error of PyTorch's parser."""
     if not isinstance(value, bool):
         raise wrong_type(op, name, value, "bool")
 

@@ -235,8 +235,7 @@ def is_symbolic_number(x: int) -> bool:
     return not torch.fx.experimental.symbolic_shapes.has_static_value(x)
 
 
-# Whether the compiler can trace the mode and the recorders that record a score_mod
-# (fastattn/ops/_score_values.py). Checked with PyTorch 2.13 only.
+# Whether the compiler can trace the recorders of a score_mod; checked with PyTorch 2.13 only.
 COMPILES_RECORDERS = (_version() or OLDEST) >= (2, 13)
 
 
@@ -254,7 +253,6 @@ def exports_onnx() -> bool:
 
 
 def not_in_onnx(call: str, reason: str) -> RuntimeError:
-    """The error for a call that an ONNX graph cannot hold."""
     return RuntimeError(
         f"torch.onnx.export cannot record {call}: {reason}. fastattn.restore(model) gives a model "
         "its own attention back"
@@ -275,8 +273,6 @@ DispatchMode: Any = _objects["torch.utils._python_dispatch.TorchDispatchMode"] o
 
 
 class _PassiveMode(DispatchMode):
-    """Changes no call: that a mode is active is enough to keep calls on the dispatcher."""
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -298,14 +294,13 @@ def tensors_without_memory() -> contextlib.AbstractContextManager[Any]:
 def _traced_graph() -> Any:
     """The joint graph of a forward and its backward that is being traced, or None.
 
-    Checked with PyTorch 2.13 only. A version without these names returns None; a backward then may
-    draw its seed again.
+    Checked with PyTorch 2.13 only. If None, a backward may draw its seed again.
     """
     tracer: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
     mode = tracer.get_proxy_mode() if hasattr(tracer, "get_proxy_mode") else None
     graph = getattr(getattr(mode, "tracer", None), "graph", None)
     inputs = [] if graph is None else graph.find_nodes(op="placeholder")
-    # Only a joint graph has inputs for the gradients of the outputs, which it names tangents.
+    # The gradients of the outputs are inputs of a joint graph, named tangents.
     return graph if any("tangents" in node.name for node in inputs) else None
 
 

@@ -36,14 +36,11 @@ REINSTALL = "`pip install --force-reinstall --no-deps --no-cache-dir fastattn`, 
 
 # How to fix a missing native core: the first whose words are in the reason. csrc/plans writes the
 # reasons of the build, csrc/cpu/isa.cpp the one of FASTATTN_CPU_ISA. Words, level, fix.
+_INSTALL = "install a C++17 compiler with OpenMP (Debian: `apt-get install g++`), then "
 FIXES_OF_CORE = (
     ("FASTATTN_CPU_ISA", "problem", "unset FASTATTN_CPU_ISA"),
     ("on Linux only", "note", "use Linux, for example in WSL or a container"),
-    (
-        "compiler",
-        "problem",
-        "install a C++17 compiler with OpenMP (Debian: `apt-get install g++`), then " + REINSTALL,
-    ),
+    ("compiler", "problem", _INSTALL + REINSTALL),
     ("", "problem", REINSTALL),
 )
 # How to build again with a missing instruction set, by words of the reason from csrc/plans/cpu.py.
@@ -71,10 +68,7 @@ def collect() -> Facts:
 
 
 def _linear_layers() -> dict[str, dict[str, float]]:
-    """GFLOP/s of linear layers by dtype and GEMM: float32, and dtypes with scalar code in torch.
-
-    Empty if torch has scalar code for none.
-    """
+    """GFLOP/s of linear layers by dtype and GEMM: float32, and dtypes with scalar code in torch."""
     m, k, n = 64, 768, 768
     scalar = [dtype for dtype in (torch.bfloat16, torch.float16) if products_are_scalar(dtype)]
     speeds = {}

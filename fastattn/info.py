@@ -63,17 +63,9 @@ def _choices() -> list[dict[str, str]]:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             row = evidence.choose(what, device, op, dtype)
             use = _use_text(row.use)
-            if row.least_queries > 0:
-                use += f" (from {row.least_queries} queries on)"
-            choices.append(
-                {
-                    "device": device,
-                    "choice": what,
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "use": use,
-                    "source": row.because,
-                }
-            )
+            use += f" (from {row.least_queries} queries on)" * (row.least_queries > 0)
+            choice = {"device": device, "choice": what, "dtype": str(dtype).removeprefix("torch.")}
+            choices.append({**choice, "use": use, "source": row.because})
     return choices
 
 
@@ -162,7 +154,6 @@ def _cores_text(cpu: dict[str, Any]) -> str:
 
 
 def _isa_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """The rows of instruction sets."""
     isa = facts["isa"]
     if isa is None:
         return [("ISA", "none: there is no native core, everything runs in plain PyTorch")]

@@ -269,7 +269,6 @@ class Operator:
         return self._fake(*tensors, options)
 
     def _run_for_dispatcher(self, *args: Any) -> Any:
-        """Check the dispatcher's arguments, and run a backend on them."""
         args = self._with_record(args)
         self._shapes.check(args)
         self._dtypes.check(args[: self._tensor_count])
@@ -348,7 +347,6 @@ class Operator:
             return self._differentiated(*args)
 
     def _below_autograd(self, *args: Any) -> Any:
-        """Call the dispatcher's kernels below Autograd."""
         # A Function disables gradients in its forward, but the next level of torch.func needs them.
         grad = torch.enable_grad() if transforms_active() else contextlib.nullcontext()
         with compat.below_autograd(), grad:
@@ -380,8 +378,7 @@ class Operator:
     def backward_through_reference(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """The gradients of the arguments, by differentiating the reference's forward."""
         args = [*ctx.saved_tensors, ctx.options, ctx.backend]
-        # The places of the tensors to differentiate by, and of the results with a gradient.
-        inputs = [
+        inputs = [  # places
             n
             for n, needed in enumerate(ctx.needs_input_grad)
             if needed and n not in self._recomputed

@@ -32,9 +32,7 @@ class _Column(NamedTuple):
     phase: int  # in units of 2**-64 of a turn; a quarter makes a cosine of the sine
 
 
-# The layouts: dim -> step and columns. They differ in the order of sines and cosines.
-
-
+# The layouts, dim -> (step, columns), differ in the order of sines and cosines.
 def _interleaved(dim: int) -> tuple[Fraction, list[_Column]]:
     return Fraction(2, dim), [_Column(c // 2, c % 2 * _QUARTER) for c in range(dim)]
 

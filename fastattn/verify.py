@@ -28,16 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     add = parser.add_argument
     spelling.add_list(parser, "--op", f"only these operators: {', '.join(PROOFS)}")
-    add(
-        "--backend",
-        help="cpu, cuda, triton or reference (default: every native backend that runs here)",
-    )
-    isa_help = "an instruction set, `all`, or `current` (default: current)"
-    add("--isa", default="current", help=isa_help)
+    text = "cpu, cuda, triton or reference (default: every native backend that runs here)"
+    add("--backend", help=text)
+    text = "an instruction set, `all`, or `current` (default: current)"
+    add("--isa", default="current", help=text)
     spelling.add_list(parser, "--dtype", f"only these dtypes: {', '.join(_DTYPES)}")
     add("--case", metavar="TEXT", help="only cases whose name is TEXT, or contains it")
-    draws_help = "check every case with N draws of random values (default: 1)"
-    add("--draws", type=int, default=1, metavar="N", help=draws_help)
+    text = "check every case with N draws of random values (default: 1)"
+    add("--draws", type=int, default=1, metavar="N", help=text)
     extent = parser.add_mutually_exclusive_group()
     extent.add_argument("--quick", action="store_true", help="check only every tenth case")
     extent.add_argument("--complete", action="store_true", help="check the slow cases too")
@@ -45,8 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class _Result:
-    """The verdict on one check."""
-
     op: str
     case: NamedCase
     dtype: str
@@ -126,7 +122,6 @@ def _gpu_targets() -> list[Target]:
 
 
 def _cases(op: str, args: argparse.Namespace) -> list[NamedCase]:
-    """The cases of an operator that the arguments select."""
     cases = [case for case in PROOFS[op].cases if args.complete or args.case or not case.slow]
     if args.case:
         exact = [case for case in cases if case.name == args.case]
@@ -134,10 +129,11 @@ def _cases(op: str, args: argparse.Namespace) -> list[NamedCase]:
     return cases[::10] if args.quick else cases
 
 
-def results_of(
-    checks: Sequence[tuple[str, NamedCase, str, Target]], draws: int
-) -> Iterator[_Result]:
-    """Yield the result of each check (operator, case, dtype, target) with each draw of values."""
+_Check = tuple[str, NamedCase, str, Target]  # operator, case, dtype, target
+
+
+def results_of(checks: Sequence[_Check], draws: int) -> Iterator[_Result]:
+    """Yield the result of each check with each draw of values."""
     for draw, (op, case, dtype, target) in itertools.product(range(draws), checks):
         try:
             verdict = PROOFS[op](replace(case, draw=draw), _DTYPES[dtype], target)
@@ -164,7 +160,6 @@ def _with_progress(results: Iterator[_Result], total: int) -> Iterator[_Result]:
 
 
 def _table(results: list[_Result]) -> str:
-    """The results, one row for each operator, target and dtype."""
     groups: dict[tuple[str, str, str], list[_Result]] = {}
     for result in results:
         groups.setdefault((result.op, str(result.target), result.dtype), []).append(result)

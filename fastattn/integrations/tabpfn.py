@@ -138,21 +138,16 @@ class FusedBlock(Native):
         cached_kv: Any = None,
         return_kv: bool = False,
     ) -> tuple[Tensor, Any]:
-        """As ``TabPFNBlock``, which may get x [B, R, C, E] in a list, which it empties.
-
-        A ``save_peak_memory_factor`` makes it write the result in the place of x.
-        """
+        """As ``TabPFNBlock``: takes x [B, R, C, E] out of a list, if it is in one, and writes the
+        result in the place of x if there is a ``save_peak_memory_factor``."""
         x = x_BRCE_container[0] if isinstance(x_BRCE_container, list) else x_BRCE_container
         in_place = save_peak_memory_factor is not None
         results = self._try_native(x, single_eval_pos, cached_kv, in_place, return_kv)
         if results is None:
             stock: Any = super()
+            args = (x_BRCE_container, single_eval_pos, save_peak_memory_factor)
             result: tuple[Tensor, Any] = stock.forward(
-                x_BRCE_container,
-                single_eval_pos,
-                save_peak_memory_factor,
-                cached_kv=cached_kv,
-                return_kv=return_kv,
+                *args, cached_kv=cached_kv, return_kv=return_kv
             )
             return result
         y, key, value = results
@@ -161,10 +156,7 @@ class FusedBlock(Native):
         return y, _cache_entry()(key=key, value=value) if return_kv else None
 
     def _try_native(self, x: Any, known: int, cached: Any, in_place: bool, keeps: bool) -> Any:
-        """The results of the native call, None if the stock forward must run.
-
-        ``known``: the number of training rows; ``keeps``: return their keys and values too.
-        """
+        """The output, and the keys and values of the ``known`` rows; None without a plan."""
         if not compat.may_plan() or compat.has_global_hook():
             return None
         plan = plan_of(self, _BlockPlan)
@@ -172,17 +164,10 @@ class FusedBlock(Native):
             return None
         table_layer: Any = dispatch.load("cpu").table_layer  # type: ignore[union-attr]
         keys, values = (None, None) if cached is None else (cached.key, cached.value)
-        return table_layer(
-            x,
-            keys,
-            values,
-            eps=tuple(_default_eps(x.dtype) if each is None else each for each in plan.eps),
-            known=known,
-            **plan.options,
-            in_place=in_place,
-            keeps=keeps,
-            wants_gradients=torch.is_grad_enabled(),
-        )
+        eps = tuple(_default_eps(x.dtype) if each is None else each for each in plan.eps)
+        options = {**plan.options, "in_place": in_place, "keeps": keeps}
+        options["wants_gradients"] = torch.is_grad_enabled()
+        return table_layer(x, keys, values, eps=eps, known=known, **options)
 
     def why_not_native(self) -> str:
         plan = plan_of(self, _BlockPlan)
@@ -244,10 +229,8 @@ class _BlockPlan(Plan):
 
 @functools.cache
 def _default_eps(dtype: torch.dtype) -> float:
-    """The eps of an RMSNorm whose eps is None, which differs between versions of PyTorch.
-
-    It is the candidate nearest to the eps of y = x / sqrt(x^2 + eps), the norm of one number x.
-    """
+    """The eps of an RMSNorm whose eps is None, which differs between versions of PyTorch."""
+    # The candidate that is nearest to the eps of y = x / sqrt(x^2 + eps), the norm of one number.
     x = torch.full((1,), 2.0**-10, dtype=dtype)
     measured = float((x / F.rms_norm(x, (1,))).double().square() - x.double().square())
     candidates = [torch.finfo(each).eps for each in (torch.float32, dtype)]
@@ -256,7 +239,6 @@ def _default_eps(dtype: torch.dtype) -> float:
 
 @functools.cache
 def _cache_entry() -> Any:
-    """TabPFN's class for the keys and values of the training rows."""
     return importlib.import_module("tabpfn.architectures.kv_cache").KVCacheEntry
 
 

@@ -172,8 +172,6 @@ def check_others(
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of attention, except for which pairs take part."""
-
     query: Tensor  # [B, Hq, Lq, D]
     key: Tensor  # [B, Hkv, Lk, D]
     value: Tensor  # [B, Hkv, Lk, Dv]
@@ -241,9 +239,8 @@ def _fit_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 def _mask_of_indices(indices: Tensor, count: int) -> Tensor:
     """[..., Lq, count]: True at ``indices`` [..., Lq, k]; negative indices are ignored."""
-    # Negative indices set one column more, which is cut off.
     mask = torch.zeros(*indices.shape[:-1], count + 1, dtype=torch.bool, device=indices.device)
-    columns = torch.where(indices < 0, count, indices.long())
+    columns = torch.where(indices < 0, count, indices.long())  # the last column is cut off
     return mask.scatter(-1, columns, True)[..., :count]
 
 
@@ -401,6 +398,5 @@ def _sequences_of_rows(starts: Tensor, batch: int, length: int) -> tuple[Tensor,
     """The sequence of each row, and its distance from the sequence's end. Both [B, L]."""
     rows = torch.arange(batch * length, device=starts.device, dtype=starts.dtype)
     sequence = torch.searchsorted(starts[1:], rows, right=True)
-    # Rows behind the last sequence are one more sequence.
-    ends = torch.nn.functional.pad(starts[1:], (0, 1), value=batch * length)
+    ends = torch.nn.functional.pad(starts[1:], (0, 1), value=batch * length)  # and of other rows
     return sequence.view(batch, length), (rows - ends[sequence]).view(batch, length)

@@ -116,10 +116,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Callable[..., An
 
 
 def _is_of(module: nn.Module, packages: str, name: str) -> bool:
-    """Whether the name of a module's class ends in ``name``, and its model uses the registry.
-
-    ``packages`` lists the models by transformers' packages, separated by spaces.
-    """
+    """Whether a module's class is in one of the packages, ends in ``name``, uses the registry."""
     source = type(module).__module__
     models = [f"transformers.models.{model}.modeling_{model}" for model in packages.split()]
     return (

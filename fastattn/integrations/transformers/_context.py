@@ -86,14 +86,10 @@ class TransformersContext(Context):
         if positions is not None:
             q_length, q_offset = len(positions), positions[0] if len(positions) else 0
         if int(q_offset) or kv_offset:
-            raise NotImplementedError(
-                f"{_NAME} does not support a cache of keys: call with use_cache=False"
-            )
+            raise NotImplementedError(f"{_NAME} has no cache of keys: call with use_cache=False")
         pattern = Pattern(right=0) if mask_function is None else pattern_of(mask_function)
         if pattern is None:
-            raise NotImplementedError(
-                f"{_NAME} supports causal masks and windows only, this model has another mask"
-            )
+            raise NotImplementedError(f"{_NAME} supports only causal masks and windows")
         if pattern.segments is not None:
             raise NotImplementedError(
                 f"{_NAME}: transformers interprets jumps of position_ids as packed sequences; pass "

@@ -42,10 +42,8 @@ def experts_forward(
     experts_per_token = top_k_index.shape[-1]
     experts, order = top_k_index.reshape(-1).sort(stable=True)
     counts = experts.bincount(minlength=self.num_experts)[: self.num_experts].tolist()
-    # One tensor for each expert, then the rows without an expert.
-    *rows, other_rows = hidden_states[order // experts_per_token].split(
-        [*counts, len(experts) - sum(counts)]
-    )
+    counts.append(len(experts) - sum(counts))  # rows without an expert
+    *rows, other_rows = hidden_states[order // experts_per_token].split(counts)
     up_layers = _layers(self, "gate_up_proj" if self.has_gate else "up_proj")
     outputs = []
     for x, up, down in zip(rows, up_layers, _layers(self, "down_proj"), strict=False):

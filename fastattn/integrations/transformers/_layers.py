@@ -56,7 +56,6 @@ class FusedLayer(Native):
         return stock.forward(hidden_states, attention_mask, *others, **options)
 
     def _try_native(self, x: Tensor, q_starts: Any, k_starts: Any) -> Tensor | None:
-        """The output, None if the stock forward must run; starts of packed sequences or None."""
         if q_starts is not k_starts or not _runs_on_fastattn(part_of(self, self.NAMES.attention)):
             return None
         if q_starts is None:
@@ -359,14 +358,12 @@ class _TextPlan(Plan):
 
 
 def _text_plan_of(model: nn.Module) -> _TextPlan | None:
-    """The plan of a text encoder; None if it lacks a part that the plan reads."""
-    with contextlib.suppress(AttributeError, KeyError):
+    with contextlib.suppress(AttributeError, KeyError):  # the model lacks a usual part
         return plan_of(model, _TextPlan)
     return None
 
 
 def _name_of_stack(model: nn.Module) -> str:
-    """The attribute of a text encoder that holds its stack of layers."""
     return "transformer" if "transformer" in compat.children_of(model) else "encoder"
 
 

@@ -71,7 +71,6 @@ def _padded_mask(
     padding: Tensor | None,
     device: torch.device,
 ) -> Tensor:
-    """The mask [B, 1, Lq, Lk] of a pattern and of padding."""
     mask = dense_mask(shape, pattern, offset, device)
     if padding is not None:
         mask = mask & padding[:, None, None, :]
@@ -101,7 +100,6 @@ def dense_mask(
 
 
 def _densify(x: Any) -> Any:
-    """Replace each structured mask in an argument or in nested arguments by an ordinary tensor."""
     if isinstance(x, StructuredMask):
         return x.dense()
     if isinstance(x, dict):
@@ -158,8 +156,7 @@ def attention_mask(
     values_needed = [x for x in (attention_mask, q_offset, positions) if isinstance(x, Tensor)]
     if torch.compiler.is_compiling():  # it cannot trace the variable of watchers
         return as_tensor()
-    # The modes of fastattn.trace only observe: with them the model must get the same mask.
-    modes = len(watchers.get())
+    modes = len(watchers.get())  # of fastattn.trace, which must not change the mask
     if not (compat.is_unintercepted(modes) and all(map(_is_readable, values_needed))):
         return as_tensor()
     pattern = pattern_of(mask_function)
@@ -192,7 +189,6 @@ def attention_mask(
 
 
 def _is_readable(x: Tensor) -> bool:
-    """Whether Python can read the values of a tensor."""
     return type(x) in (Tensor, torch.nn.Parameter) and has_strided_memory(x)
 
 

@@ -91,9 +91,7 @@ def context_parallel(
 class _Registries(Registry[str]):
     """transformers' registries: fastattn's functions for each name, and the previous functions."""
 
-    def __init__(
-        self, attention_forward: Any, attention_mask: Any, *others: tuple[Any, Any]
-    ) -> None:
+    def __init__(self, attention_forward: Any, attention_mask: Any, *others: Any) -> None:
         super().__init__()
         attention = importlib.import_module("transformers.modeling_utils").AttentionInterface
         masks = importlib.import_module("transformers.masking_utils").AttentionMaskInterface
@@ -108,9 +106,8 @@ class _Registries(Registry[str]):
 
     def add(self, name: str) -> None:
         """Remember the previous functions."""
-        self._before[name] = [
-            _entries(interface).get(name, ABSENT) for interface, _ in self._served
-        ]
+        tables = [_entries(interface) for interface, _ in self._served]
+        self._before[name] = [table.get(name, ABSENT) for table in tables]
 
     def remove(self, name: str) -> None:
         """Put the previous functions back, where ours are still registered."""

@@ -58,7 +58,6 @@ def _fingerprints(rows: Tensor, layers: list[Any]) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _row_of(distance: int, span: int, limit: int | None) -> int:
-    """The row of a table of 2 span + 1 rows that holds this distance."""
     return int(distance_buckets(torch.tensor(distance), span, limit))
 
 
@@ -321,7 +320,6 @@ def _can_serve(layer: nn.Module, x: Tensor, mask: Any, options: dict[str, Any]) 
 
 
 def _split_heads(x: Tensor, layer: Any) -> Tensor:
-    """[..., H D] -> [..., H, D]."""
     return x.unflatten(-1, (layer.num_heads, -1))
 
 
