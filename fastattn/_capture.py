@@ -21,8 +21,9 @@ from fastattn.nn.mha import MultiheadAttention, keep_forward_called
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
 # How to request a layer's weights: keyword arguments of its forward, with their values.
+_PER_HEAD = {"need_weights": True, "average_attn_weights": False}  # torch.nn.MultiheadAttention
 _REQUESTS: tuple[dict[str, bool], ...] = (
-    {"need_weights": True, "average_attn_weights": False},  # torch.nn.MultiheadAttention
+    _PER_HEAD,
     {"need_weights": True},
     {"return_attention_scores": True},  # Keras
 )
@@ -172,7 +173,7 @@ class _Recorder:
                     module, _, key, value = bound.args[:4]
                     if not isinstance(module, MultiheadAttention):  # the stock class has no weights
                         masks = (None, None)
-                        return nested_attention(module, query, key, value, *masks, **_REQUESTS[0])
+                        return nested_attention(module, query, key, value, *masks, **_PER_HEAD)
                 return forward(*bound.args, **bound.kwargs)
         finally:
             self.paused = False
@@ -253,7 +254,7 @@ def _weights_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def _request(name: str, module: nn.Module) -> dict[str, bool] | None:
     """The arguments that make a layer return its weights; None: not an attention layer."""
     if isinstance(module, MultiheadAttention):
-        return _REQUESTS[0]  # the arguments of the class's forward, which a subclass may wrap
+        return _PER_HEAD  # whatever the forward of a subclass accepts, because it calls this one
     if isinstance(module, GlobalAttention):
         return {}  # it always returns them
     try:

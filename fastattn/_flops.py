@@ -26,10 +26,10 @@ _formulas: dict[Any, Callable[..., int]] = {}
 def count(operator: Any, formula: Callable[..., int]) -> None:
     """Count an operator of the dispatcher by ``formula(args, results) -> int``."""
 
-    def registered(*args: Any, out_val: Any = None, **_: Any) -> int:
+    def count_call(*args: Any, out_val: Any = None, **_: Any) -> int:
         return formula(args, out_val)
 
-    _formulas[operator] = registered
+    _formulas[operator] = count_call
     if _COUNTER in sys.modules:
         _register(sys.modules[_COUNTER])
 

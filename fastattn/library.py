@@ -145,7 +145,7 @@ class Operator:
             args = (*args, self.options())
         if not runs_eagerly(*args[: self._tensor_count]):
             if compat.exports_onnx():
-                return self._exported(*args)
+                return self._run_for_onnx(*args)
             return self.dispatched(*args, "")
         if self.opaque and (obstacles := self.obstacles(args)):
             self.choose(args, obstacles)  # may warn or raise
@@ -159,12 +159,12 @@ class Operator:
     def dispatched(self, *args: Any) -> Any:
         """Call through PyTorch's dispatcher; the last argument names the backend, or is empty."""
         *tensors, options, backend = args
-        if compat.MISSING and (obstacles := self._obstacles_of_public_autograd(args)):
+        if compat.MISSING and (obstacles := self._public_obstacles(args)):
             self.choose(args, obstacles)
             return self._through_reference(*args)
         return self.op(*tensors, *values_of(options), backend)
 
-    def _exported(self, *args: Any) -> Any:
+    def _run_for_onnx(self, *args: Any) -> Any:
         """Run the reference: ONNX has functions for PyTorch's operators only."""
         for n, reason in self._not_in_onnx.items():
             if args[n] is not None:
@@ -235,14 +235,14 @@ class Operator:
     def _run_on(self, backend: str, tensors: Sequence[Any], options: Any) -> Any:
         if backend != "reference":
             function = self.primitive(backend)
-            return self._padded(
+            return self._pad_with_none(
                 function(*dispatch.accepted_tensors(function, tensors), options=options)
             )
-        results = self._padded(dispatch.run_reference(self.name, tensors, options))
+        results = self._pad_with_none(dispatch.run_reference(self.name, tensors, options))
         # PyTorch's functions may return results in any memory order.
         return _in_layout_of(results, self._fake(*tensors, options))
 
-    def _padded(self, results: Any) -> Any:
+    def _pad_with_none(self, results: Any) -> Any:
         """Append None for the gradients of trailing tensors that a call does not have."""
         if self.returns == 1 or len(results) == self.returns:
             return results
@@ -305,7 +305,7 @@ class Operator:
         _library.impl(self.name, self._run_for_dispatcher, "CompositeExplicitAutograd")
         if compat.MISSING:
             torch.library.register_autograd(
-                name, self._backward_publicly, setup_context=self._set_up_publicly, lib=_library
+                name, self._public_backward, setup_context=self._public_setup_context, lib=_library
             )
         else:
             _library.impl(self.name, self._autograd_kernel, "Autograd")
@@ -332,7 +332,7 @@ class Operator:
         if compat.exports_onnx():  # a graph of torch.export, which holds this operator
             if self._no_graph_in_onnx:
                 raise compat.not_in_onnx(self.name, self._no_graph_in_onnx)
-            return self._exported(*args)
+            return self._run_for_onnx(*args)
         if obstacles := self.obstacles(args):
             self.choose(args, obstacles)
             run = functools.partial(self._through_reference, *args)
@@ -355,7 +355,7 @@ class Operator:
     # If PyTorch lacks the names that the Autograd kernel needs, torch.library.register_autograd
     # takes these functions.
 
-    def _obstacles_of_public_autograd(self, args: Sequence[Any]) -> list[str]:
+    def _public_obstacles(self, args: Sequence[Any]) -> list[str]:
         """:meth:`obstacles`, and gradients of ``torch.func``, which public autograd lacks."""
         differentiated = torch.is_grad_enabled() and any_requires_grad(*args[: self._tensor_count])
         # In a graph PyTorch raises where it cannot differentiate.
@@ -363,16 +363,16 @@ class Operator:
             return ["torch.func differentiates through the reference"]
         return self.obstacles(args)
 
-    def _set_up_publicly(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def _public_setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         self.gradient.save(ctx, self._with_record(inputs), output, eager=False)
 
-    def _backward_publicly(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    def _public_backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         n = self._tensor_count
         return *self.gradient.derive(ctx, *grads)[:n], *[None] * (len(ctx.needs_input_grad) - n)
 
     def _through_reference(self, *args: Any) -> Any:
         tensors, options = self.backend_arguments(args)
-        results = self._padded(dispatch.run_reference(self.name, tensors, options))
+        results = self._pad_with_none(dispatch.run_reference(self.name, tensors, options))
         return results if self.returns == 1 else _without_none(results, tensors)
 
     def backward_through_reference(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:

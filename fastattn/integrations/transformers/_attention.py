@@ -398,5 +398,5 @@ def _sequences_of_rows(starts: Tensor, batch: int, length: int) -> tuple[Tensor,
     """The sequence of each row, and its distance from the sequence's end. Both [B, L]."""
     rows = torch.arange(batch * length, device=starts.device, dtype=starts.dtype)
     sequence = torch.searchsorted(starts[1:], rows, right=True)
-    ends = torch.nn.functional.pad(starts[1:], (0, 1), value=batch * length)  # and of other rows
+    ends = torch.nn.functional.pad(starts[1:], (0, 1), value=batch * length)  # for other rows
     return sequence.view(batch, length), (rows - ends[sequence]).view(batch, length)

@@ -243,7 +243,7 @@ class TextModel(Native):
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
-        if cls.__bases__[0] is not TextModel:  # a subclass of a class made below
+        if cls.__bases__[0] is not TextModel:  # a subclass of what accelerate() made
             return
         stock_class: Any = cls.__bases__[1]  # accelerate() puts TextModel in front of it
         stock = stock_class.forward
