@@ -88,11 +88,8 @@ class Decomposed2d(NamedTuple):
         columns. query: [B, Hq, h w, D], of_rows: [2 h - 1, D], of_columns: [2 w - 1, D].
         """
         height, width = (table.shape[0] // 2 + 1 for table in (of_rows, of_columns))
-        if (height * width, of_rows.shape[0] % 2, of_columns.shape[0] % 2) != (
-            query.shape[2],
-            1,
-            1,
-        ):
+        odd = of_rows.shape[0] % 2 and of_columns.shape[0] % 2
+        if height * width != query.shape[2] or not odd:
             raise ValueError(
                 "Decomposed2d.of_tables: of_rows and of_columns must have 2 h - 1 and 2 w - 1 rows "
                 f"for {query.shape[2]} queries of an h x w image, got {of_rows.shape[0]} and "

@@ -82,7 +82,7 @@ def explain_primitive(operator: Any, args: Sequence[Any]) -> Explanation:
 def explanation(
     op: str, tensors: Sequence[Any], options: Any, obstacles: Sequence[str] = ()
 ) -> Explanation:
-    """Explain a call of the operator ``op``; ``obstacles`` are reasons against every kernel."""
+    """Explain a call of the operator ``op``; ``obstacles``: why only the reference can run."""
     device = dispatch._device(tensors)
     forced = dispatch.forced.get()  # "" if no backend is forced
     order = dispatch._order(device, op, tensors)

@@ -378,24 +378,25 @@ class Operator:
     def backward_through_reference(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """The gradients of the arguments, by differentiating the reference's forward."""
         args = [*ctx.saved_tensors, ctx.options, ctx.backend]
-        inputs = [  # places
+        input_places = [
             n
             for n, needed in enumerate(ctx.needs_input_grad)
             if needed and n not in self._recomputed
         ]
-        outputs = [n for n, grad in enumerate(grads) if grad is not None]
+        output_places = [n for n, grad in enumerate(grads) if grad is not None]
         gradients: list[Tensor | None] = [None] * len(args)
-        if not inputs or not outputs:
+        if not input_places or not output_places:
             return tuple(gradients)
 
-        def forward(*leaves: Tensor) -> tuple[Tensor, ...]:
-            for n, leaf in zip(inputs, leaves, strict=True):
-                args[n] = leaf
+        def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
+            for n, x in zip(input_places, inputs, strict=True):
+                args[n] = x
             results = self._through_reference(*args)
-            return tuple(results[n] for n in outputs)
+            return tuple(results[n] for n in output_places)
 
-        vjp = torch.func.vjp(forward, *(args[n] for n in inputs))[1]
-        for n, gradient in zip(inputs, vjp(tuple(grads[n] for n in outputs)), strict=True):
+        vjp = torch.func.vjp(forward, *(args[n] for n in input_places))[1]
+        input_grads = vjp(tuple(grads[n] for n in output_places))
+        for n, gradient in zip(input_places, input_grads, strict=True):
             gradients[n] = gradient
         return tuple(gradients)
 
