@@ -136,6 +136,7 @@ def _try_fastattn(
         return None
     if attn_mask is not None and attn_mask.dim() < 2 and query.dim() == 4:
         return None  # PyTorch's fused kernel refuses it
+    # None: alibi_slopes, sinks, relative_bias.
     tensors = (query, key, value, attn_mask, None, None, None)
     signature, plan = plans.find(tensors, _NO_MASK, dropout_p, is_causal, scale, enable_gqa)
     if plan is not None:

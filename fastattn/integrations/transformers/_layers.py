@@ -397,7 +397,7 @@ def is_plain(others: tuple[Any, ...], options: dict[str, Any]) -> bool:
 
 
 def _runs_on_fastattn(attention: Any) -> bool:
-    """Whether fastattn computes an attention that is not causal and whose weights are not recorded."""
+    """Whether fastattn computes an attention, which is not causal and records no weights."""
     return (
         attention.config._attn_implementation == _NAME
         and not getattr(attention, "is_causal", False)
