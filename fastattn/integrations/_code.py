@@ -26,7 +26,7 @@ RECOGNIZED = {
 }
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
 # Packages whose functions are not followed, because their names suffice.
-_NOT_FOLLOWED = ("torch", "numpy", "builtins", "fastattn", "einops", "math")
+_OPAQUE_PACKAGES = ("torch", "numpy", "builtins", "fastattn", "einops", "math")
 
 
 def calls_of(module: nn.Module, cache: dict[Any, set[str]]) -> set[str]:
@@ -126,7 +126,7 @@ def _referents(name: str, function: FunctionType, owner: Any, module: nn.Module)
         yield scope[name]
     for module_name in function.__code__.co_names:
         imported = scope.get(module_name)
-        if isinstance(imported, ModuleType) and not _is_not_followed(imported.__name__):
+        if isinstance(imported, ModuleType) and not _is_opaque(imported.__name__):
             yield vars(imported).get(name)
     for source in (owner, module):
         children = compat.children_of(source) if isinstance(source, torch.nn.Module) else {}
@@ -150,11 +150,11 @@ def _python_function(value: Any) -> FunctionType | None:
     if not callable(value) or isinstance(value, type):
         return None
     value = inspect.unwrap(value)
-    if not isinstance(value, FunctionType) or _is_not_followed(value.__module__ or ""):
+    if not isinstance(value, FunctionType) or _is_opaque(value.__module__ or ""):
         return None
     return value
 
 
-def _is_not_followed(module: str) -> bool:
+def _is_opaque(module: str) -> bool:
     """Whether the functions of a module are not followed."""
-    return module.partition(".")[0] in _NOT_FOLLOWED
+    return module.partition(".")[0] in _OPAQUE_PACKAGES
