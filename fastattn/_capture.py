@@ -21,9 +21,8 @@ from fastattn.nn.mha import MultiheadAttention, keep_forward_called
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
 # How to request a layer's weights: keyword arguments of its forward, with their values.
-_PER_HEAD = {"need_weights": True, "average_attn_weights": False}  # torch.nn.MultiheadAttention
 _REQUESTS: tuple[dict[str, bool], ...] = (
-    _PER_HEAD,
+    {"need_weights": True, "average_attn_weights": False},  # torch.nn.MultiheadAttention
     {"need_weights": True},
     {"return_attention_scores": True},  # Keras
 )
@@ -172,8 +171,10 @@ class _Recorder:
                 if isinstance(query, Tensor) and query.is_nested:
                     module, _, key, value = bound.args[:4]
                     if not isinstance(module, MultiheadAttention):  # the stock class has no weights
-                        masks = (None, None)
-                        return nested_attention(module, query, key, value, *masks, **_PER_HEAD)
+                        arguments = (module, query, key, value, None, None)  # no masks
+                        return nested_attention(
+                            *arguments, need_weights=True, average_attn_weights=False
+                        )
                 return forward(*bound.args, **bound.kwargs)
         finally:
             self.paused = False
@@ -254,7 +255,7 @@ def _weights_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def _request(name: str, module: nn.Module) -> dict[str, bool] | None:
     """The arguments that make a layer return its weights; None: not an attention layer."""
     if isinstance(module, MultiheadAttention):
-        return _PER_HEAD  # whatever the forward of a subclass accepts, because it calls this one
+        return _REQUESTS[0]  # whatever the forward of a subclass accepts, because it calls this one
     if isinstance(module, GlobalAttention):
         return {}  # it always returns them
     try:

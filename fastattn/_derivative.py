@@ -57,7 +57,7 @@ class Derivative:
         return is_wanted(options, n, self.gives.split()[n])
 
     def backward_of(self, operator: Operator) -> Operator:
-        """Make the backward operator of an operator; its tensors are the gradients, then those that it reads."""
+        """Make the backward operator of ``operator``: it takes gradients, then what it reads."""
         grads, reads = self.grads.split(), self.reads.split()
         declared, returned = operator.declared, operator.returned
         optional = "?" * (len(grads) > 1)  # a result that is not used has no gradient

@@ -36,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
         args.shapes = args.op or ["sdpa"]
     for cell in cells_of(args, tuple(TORCH_DTYPES)):
         print(f"{cell.name}:")
-        explained = explanations(cell, device)
-        print(*explained or ["plain PyTorch: it calls no kernel of fastattn"], sep="\n")
+        lines = [*map(str, explanations(cell, device))]
+        print(*lines or ["plain PyTorch: it calls no kernel of fastattn"], sep="\n")
     return 0
 
 

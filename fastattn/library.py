@@ -154,7 +154,7 @@ class Operator:
         backend = dispatch.choose(self.name, tensors, options)
         if torch.is_grad_enabled() and any_requires_grad(*tensors):
             return self.with_gradient(*tensors, options, backend)
-        return self._run_on(backend, tensors, options)
+        return self._run(backend, tensors, options)
 
     def dispatched(self, *args: Any) -> Any:
         """Call through PyTorch's dispatcher; the last argument names the backend, or is empty."""
@@ -192,7 +192,7 @@ class Operator:
             return self.with_gradient(*args)
         if backend not in self.checked_by:
             self._check_memory(tensors)
-        return self._run_on(backend, tensors, options)
+        return self._run(backend, tensors, options)
 
     def lifted(self, tensors: Sequence[Any]) -> list[Any]:
         """The tensors of a :class:`fastattn.call.Plan` with the declared numbers of dimensions."""
@@ -230,9 +230,9 @@ class Operator:
         if backend in self.checked_by:
             return self.primitive(backend)(*operands, options=record)
         tensors, options = self.backend_arguments(args)
-        return self._run_on(backend, tensors, options)
+        return self._run(backend, tensors, options)
 
-    def _run_on(self, backend: str, tensors: Sequence[Any], options: Any) -> Any:
+    def _run(self, backend: str, tensors: Sequence[Any], options: Any) -> Any:
         if backend != "reference":
             function = self.primitive(backend)
             return self._pad_with_none(
@@ -277,9 +277,9 @@ class Operator:
         if backend not in self.checked_by:
             self._check_memory(tensors)
         if backend == "reference":
-            results = compat.run_outside(self._run_on, backend, tensors, options)
+            results = compat.run_outside(self._run, backend, tensors, options)
         else:
-            results = self._run_on(backend, tensors, options)
+            results = self._run(backend, tensors, options)
         return results if self.returns == 1 else _without_none(results, tensors)
 
     def place_of(self, name: str) -> int:

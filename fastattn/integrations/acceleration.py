@@ -366,8 +366,7 @@ def _attention_parts(
             continue  # a module that contains attention, such as a layer, computes none itself
         if calls[name]:
             fields = _serve_module(name, named, calls[name], cache, changes, why_not_served)
-            key = (type(module).__name__, *fields)
-            groups.setdefault(key, []).append(name)
+            groups.setdefault((type(module).__name__, *fields), []).append(name)
     for key, names in groups.items():
         yield Part(tuple(names), *key)
 
@@ -405,8 +404,8 @@ def _encoder_parts(model: nn.Module) -> Iterator[Part]:
     for name, module in model.named_modules():
         if isinstance(module, Native):
             reason = module.why_not_native()
-            key = (type(module).__name__, module.WHAT, "" if reason else "cpu", reason)
-            groups.setdefault(key, []).append(name)
+            fields = (module.WHAT, "" if reason else "cpu", reason)
+            groups.setdefault((type(module).__name__, *fields), []).append(name)
     for key, names in groups.items():
         yield Part(tuple(names), *key)
 

@@ -199,13 +199,13 @@ def test_a_batch_is_one_call_of_the_kernel(name: str, monkeypatch: pytest.Monkey
     want = looped(results, inputs, grads)
     operator, shape = FOLDED[name]
     calls: list[tuple[int, ...]] = []
-    run = operator._run_on
+    run = operator._run
 
     def counted(backend: str, tensors: Sequence[Any], keywords: dict[str, Any]) -> Any:
         calls.append(tensors[0].shape)
         return run(backend, tensors, keywords)
 
-    monkeypatch.setattr(operator, "_run_on", counted)
+    monkeypatch.setattr(operator, "_run", counted)
     assert_close(gradient(results, inputs, grads, is_grads_batched=True), want, **CLOSE)
     assert calls == [shape]
 
