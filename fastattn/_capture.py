@@ -105,27 +105,27 @@ def capture(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 class _Recorder:
     def __init__(self) -> None:
-        self.weights: dict[str, list[Tensor]] = {}
-        # During the second run of a layer: the layers inside it are recorded already.
+        self.weights: dict[str, list[Tensor]] = {}  # by the name of the layer, one for each call
+        # True during the second run of a layer, whose inner layers are recorded already.
         self.paused = False
 
     def watch(
         self, name: str, module: nn.Module, request: dict[str, bool], undo: contextlib.ExitStack
     ) -> None:
-        """Replace the layer's forward by `run_and_record`, until `undo`."""
+        """Replace the layer's forward by `run_and_record`, until `undo` closes."""
         run = functools.partial(self.run_and_record, name, request)
-        if isinstance(module, MultiheadAttention):
-            place = "_watch"
+        if isinstance(module, MultiheadAttention):  # calls `_watch(forward, module, ...)`
+            attribute = "_watch"
         else:
-            place, run = "forward", functools.partial(run, type(module).forward, module)
+            attribute, run = "forward", functools.partial(run, type(module).forward, module)
             if isinstance(module, nn.MultiheadAttention):
                 undo.callback(module.register_forward_pre_hook(keep_forward_called).remove)
-        if place in module.__dict__:
+        if attribute in module.__dict__:
             raise RuntimeError(
                 f"{name or 'the model'} is being captured already, or has its own forward"
             )
-        module.__dict__[place] = run
-        undo.callback(module.__dict__.pop, place)
+        module.__dict__[attribute] = run
+        undo.callback(module.__dict__.pop, attribute)
 
     def run_and_record(
         self,
@@ -136,18 +136,18 @@ class _Recorder:
         *args: Any,
         **keywords: Any,
     ) -> Any:
-        """Run forward and record the weights."""
-        with _called_directly(module):
+        """Return the output of ``forward``; run it again for the weights if it lacks them."""
+        with _unwatched(module):
             if self.paused:
                 return forward(module, *args, **keywords)
-            start = _random_state() if module.training else None
+            state = _random_state() if module.training else None
             out = forward(module, *args, **keywords)
             bound = inspect.signature(forward).bind(module, *args, **keywords)
             bound.apply_defaults()
             result = out
             if any(bound.arguments[key] != value for key, value in request.items()):
                 bound.arguments.update(request)
-                result = self._run_for_weights(forward, bound, start)
+                result = self._run_for_weights(forward, bound, state)
         weights = result[-1] if isinstance(result, tuple) else None
         if not isinstance(weights, Tensor):
             raise TypeError(
@@ -161,16 +161,20 @@ class _Recorder:
         self.weights.setdefault(name, []).append(weights)
 
     def _run_for_weights(
-        self, forward: Callable[..., Any], bound: inspect.BoundArguments, start: Any
+        self, forward: Callable[..., Any], bound: inspect.BoundArguments, state: Any
     ) -> Any:
+        """Run ``forward`` without gradients, from this state of the random number generators."""
         self.paused = True
         try:
-            with torch.no_grad(), _random_numbers_from(start):
+            with torch.no_grad(), _random_numbers_from(state):
                 query = bound.arguments.get("query")
                 if isinstance(query, Tensor) and query.is_nested:
                     module, _, key, value = bound.args[:4]
                     if not isinstance(module, MultiheadAttention):  # the stock class has no weights
-                        return nested_attention(module, query, key, value, None, None, True, False)
+                        arguments = (module, query, key, value, None, None)  # no masks
+                        return nested_attention(
+                            *arguments, need_weights=True, average_attn_weights=False
+                        )
                 return forward(*bound.args, **bound.kwargs)
         finally:
             self.paused = False
@@ -187,22 +191,23 @@ class _FunctionCalls(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
         self._names = {module: name for name, module in model.named_modules()}
-        self._calls = _Calls()
+        self._running = _RunningModules()
 
+    # The hooks of each module; the outermost call turns the mode on and off.
     def begin(self, module: nn.Module, *_: Any) -> None:
-        if not self._calls.modules:
+        if not self._running.modules:
             self.__enter__()
-        self._calls.modules.append(module)
+        self._running.modules.append(module)
 
     def end(self, *_: Any) -> None:
-        self._calls.modules.pop()
-        if not self._calls.modules:
+        self._running.modules.pop()
+        if not self._running.modules:
             self.__exit__(None, None, None)
 
     def leave(self) -> None:
         """Clean up at the end of the block, because no hook runs after an interrupt."""
-        if self._calls.modules:
-            self._calls.modules.clear()
+        if self._running.modules:
+            self._running.modules.clear()
             self.__exit__(None, None, None)
 
     def __torch_function__(
@@ -211,9 +216,9 @@ class _FunctionCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func is stock_function and not self._recorder.paused:
-            name = self._names[self._calls.modules[-1]].replace("_orig_mod.", "")
+            name = self._names[self._running.modules[-1]].replace("_orig_mod.", "")
             try:
-                weights = _weights(args, kwargs)
+                weights = _weights_of_call(args, kwargs)
             except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
                 raise TypeError(
                     f"{name or 'the model'}: a call of scaled_dot_product_attention has no weights "
@@ -223,7 +228,7 @@ class _FunctionCalls(TorchFunctionMode):
         return out
 
 
-class _Calls(threading.local):
+class _RunningModules(threading.local):
     """The modules whose calls are in progress, for each thread, because modes are per thread."""
 
     def __init__(self) -> None:
@@ -239,27 +244,25 @@ def _modules_beside(module: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Mo
             yield from _modules_beside(child, layers)
 
 
-def _weights(args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+def _weights_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The weights of a call of PyTorch's function, before dropout."""
-    if len(args) > 4:
-        args = (*args[:4], 0.0, *args[5:])
-    else:
-        options = {**options, "dropout_p": 0.0}
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    arguments: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
     with torch.no_grad():
-        return scaled_dot_product_attention(*args, **options, need_weights=True)[1]
+        return scaled_dot_product_attention(**{**arguments, "dropout_p": 0.0}, need_weights=True)[1]
 
 
 def _request(name: str, module: nn.Module) -> dict[str, bool] | None:
     """The arguments that make a layer return its weights; None: not an attention layer."""
     if isinstance(module, MultiheadAttention):
-        return _REQUESTS[0]  # of the base forward; a subclass may wrap it
+        return _REQUESTS[0]  # whatever the forward of a subclass accepts, because it calls this one
     if isinstance(module, GlobalAttention):
         return {}  # it always returns them
     try:
-        takes = inspect.signature(type(module).forward).parameters
+        parameters = inspect.signature(type(module).forward).parameters
     except (TypeError, ValueError):  # not written in Python
         return None
-    request = next((each for each in _REQUESTS if takes.keys() >= each.keys()), None)
+    request = next((each for each in _REQUESTS if parameters.keys() >= each.keys()), None)
     if request is None and isinstance(module, nn.MultiheadAttention):
         raise ValueError(
             f"{name or 'the model'}: the forward of {type(module).__name__} takes no need_weights; "
@@ -269,8 +272,8 @@ def _request(name: str, module: nn.Module) -> dict[str, bool] | None:
 
 
 @contextlib.contextmanager
-def _called_directly(module: nn.Module) -> Iterator[None]:
-    """Keep fastattn's class from calling `run_and_record` again."""
+def _unwatched(module: nn.Module) -> Iterator[None]:
+    """Keep a forward of fastattn's class from calling `run_and_record` again."""
     watch = module.__dict__.get("_watch")
     if watch is None:
         yield
@@ -297,8 +300,9 @@ def _random_numbers_from(state: tuple[Tensor, list[Tensor]] | None) -> Iterator[
     if state is None:
         yield
         return
-    with torch.random.fork_rng(range(len(state[1]))):
-        torch.set_rng_state(state[0])
-        if state[1]:
-            torch.cuda.set_rng_state_all(state[1])
+    cpu, gpus = state
+    with torch.random.fork_rng(range(len(gpus))):
+        torch.set_rng_state(cpu)
+        if gpus:
+            torch.cuda.set_rng_state_all(gpus)
         yield

@@ -9,8 +9,8 @@ from pathlib import Path, PurePosixPath
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """Return the CPU time per second that the process may use, in cores; None if it is unlimited.
 
-    Both versions of control groups are read. A group's limit holds for the groups below it, so the
-    smallest one on the way up applies.
+    Both versions of control groups are read. A group's limit also holds for the groups below it, so
+    the smallest limit of a group and those above it applies.
     """
     try:
         hierarchies = (root / "proc/self/cgroup").read_text().splitlines()

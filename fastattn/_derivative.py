@@ -22,48 +22,48 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Derivative:
-    """The backward operator of a primitive, by the names of the primitive's tensors and results."""
+    """Declares the backward operator of a primitive; a ``str`` lists names of its tensors."""
 
     grads: str  # the results that have a gradient
     reads: str  # tensors and results that the backward kernel takes after the gradients
     gives: str  # the tensors whose gradients it returns
-    options: type  # its record
-    in_order: str = ""  # of `gives`: [..., L, D], whose gradient has the memory order of the tensor
+    options: type  # the record of the backward operator's options
+    in_order: str = ""  # of `gives`: tensors [..., L, D] whose gradients keep their memory order
     opaque: str = ""  # tensors that the backward kernel treats as constants
     operator: type[Operator] | None = None  # the class of the backward operator
     fake: Callable[..., Any] | None = None
     vmap: Callable[..., Any] | None = None
-    # Extra results of the CPU's forward kernel, tensors or None: the last inputs of its backward.
+    # Extra results of the CPU's forward kernel, tensors or None, which its backward reads last.
     keeps: str = ""
-    # The options of the backward pass that follow from the tensors of the call.
+    # (tensors and options of the forward) -> the options of the backward pass.
     of_call: Callable[..., Any] | None = None
 
-    def flags(self) -> list[str]:
-        """The tensors that have a ``needs_..._grad`` flag in the backward options."""
+    def skippable(self) -> list[str]:
+        """The tensors whose gradients the option ``needed`` or ``needs_mask_grad`` can skip."""
         names = {field.name for field in fields(self.options)}
         if "needed" in names:
             return self.gives.split()
         return ["attn_mask"] if "needs_mask_grad" in names else []
 
-    def options_for(self, options: Any, needed: tuple[bool, ...]) -> Any:
-        """The backward options of a call; ``needed``: the gradients of :meth:`flags`."""
-        if self.flags() == ["attn_mask"]:
+    def backward_options(self, options: Any, needed: tuple[bool, ...]) -> Any:
+        """The options of a backward pass; ``needed``: which gradients of :meth:`skippable`."""
+        if self.skippable() == ["attn_mask"]:
             return extended(self.options, options, needs_mask_grad=needed[0])
         bits = sum(1 << n for n, need in enumerate(needed) if need)
         return extended(self.options, options, needed=bits)
 
-    def wants(self, options: Any, n: int) -> bool:
-        """Whether gradient n is computed at all; the other ones are empty."""
+    def computes(self, options: Any, n: int) -> bool:
+        """Whether gradient n is computed; otherwise it is an empty tensor."""
         return is_wanted(options, n, self.gives.split()[n])
 
-    def operator_of(self, operator: Operator) -> Operator:
-        """The backward operator."""
+    def backward_of(self, operator: Operator) -> Operator:
+        """Make the backward operator of ``operator``: it takes gradients, then what it reads."""
         grads, reads = self.grads.split(), self.reads.split()
         declared, returned = operator.declared, operator.returned
-        optional = "?" * (len(grads) > 1)
+        optional = "?" * (len(grads) > 1)  # a result that is not used has no gradient
         tensors = [f"grad_{name}{optional}:{returned.shapes[name]}" for name in grads]
-        of_call = declared.shapes
-        tensors += [(declared if name in of_call else returned).item(name) for name in reads]
+        owners = (declared if name in declared.shapes else returned for name in reads)
+        tensors += [owner.item(name) for owner, name in zip(owners, reads, strict=True)]
         tensors += [f"{whole} % {divisor}" for whole, divisor in declared.multiples]
         return (self.operator or type(operator))(
             f"{operator.name}_backward",
@@ -71,56 +71,57 @@ class Derivative:
             ";".join(f"grad_{name}" for name in self.gives.split()),
             options=self.options,
             fake=self.fake or self._fake,
-            flops=self._flops_of(operator),
+            flops=self._backward_flops(operator),
             vmap=self.vmap,
             folds=operator.folds,
             opaque=self.opaque.split(),
             recomputed=[name for name in reads if name in operator.results],
-            derived=self._derived_of(operator),
+            derived=self._derived_options(operator),
             checked_by=operator.checked_by,
             derivative_of=self,
         )
 
-    def named(self, tensors: Sequence[Any]) -> dict[str, Any]:
-        """The tensors of the backward operator after the gradients, by name."""
+    def read_tensors(self, tensors: Sequence[Any]) -> dict[str, Any]:
+        """The tensors that the backward operator takes after the gradients, by name."""
         return dict(zip(self.reads.split(), tensors[len(self.grads.split()) :], strict=False))
 
     def _fake(self, *args: Any) -> tuple[Tensor, ...]:
+        """Empty gradients of the right shapes."""
         *tensors, options = args
-        named = self.named(tensors)
-        first = next(x for x in tensors if x is not None)  # as an operator that runs
+        read = self.read_tensors(tensors)
+        like = next(x for x in tensors if x is not None)  # the same as in a call that runs
         results = []
         for n, name in enumerate(self.gives.split()):
-            x = named[name]
-            if x is None or not self.wants(options, n):
-                results.append(first.new_empty(0))
+            x = read[name]
+            if x is None or not self.computes(options, n):
+                results.append(like.new_empty(0))
             elif name in self.in_order.split():
                 results.append(empty_output(x, x.shape[-1]))
             else:
                 results.append(x.new_empty(x.shape))
         return tuple(results)
 
-    def _flops_of(self, operator: Operator) -> Callable[..., int]:
+    def _backward_flops(self, operator: Operator) -> Callable[..., int]:
         def flops(_: Any, *args: Any) -> int:
             *tensors, options = args
-            named = self.named(tensors)
-            results = [named.get(name) for name in operator.results]
+            read = self.read_tensors(tensors)
+            results = [read.get(name) for name in operator.results]
             if results[0] is None:  # its gradient has the same shape
                 results[0] = tensors[0]
-            of_call = [named.get(name) for name in operator.names]
-            return operator.flops(results, *of_call, options, backward=True)
+            forward_tensors = [read.get(name) for name in operator.names]
+            return operator.flops(results, *forward_tensors, options, backward=True)
 
         return flops
 
-    def _derived_of(self, operator: Operator) -> dict[str, Callable[..., Any]]:
-        def of_forward(derive: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *tensors: derive(*self.named(tensors).values())
+    def _derived_options(self, operator: Operator) -> dict[str, Callable[..., Any]]:
+        def from_read_tensors(derive: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *tensors: derive(*self.read_tensors(tensors).values())
 
-        return {name: of_forward(derive) for name, derive in operator.derived.items()}
+        return {name: from_read_tensors(derive) for name, derive in operator.derived.items()}
 
 
 def is_placeholder(name: str, options: Any) -> bool:
-    """Whether a result is empty: one with the name of an option that is not set."""
+    """Whether the result ``name`` is empty, because the option of the same name is not set."""
     return not getattr(options, name, True)
 
 
@@ -131,35 +132,35 @@ def fold_batches(
 
     The batch is the first size of the first tensor's shape. Examples run one by one if a tensor
     without a batch is mapped, or has a gradient (one for each example); if there is dropout, whose
-    draws depend on the place in the batch; and if the operator has no batch. ``derivative`` is
-    given for a backward operator.
+    draws depend on the place in the batch; and if the operator has no batch. A backward operator
+    passes its ``derivative``.
     """
-    batched = _batched(operator)
+    kinds = _batch_kinds(operator)
     gives = derivative.gives.split() if derivative else []
+    # For each gradient the place of its tensor; None if the backward does not read the tensor.
     places = [operator.names.index(name) if name in operator.names else None for name in gives]
 
     def rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
         n = info.batch_size
         *tensors, options, backend = args
-        alone = [
-            place
-            for place, (x, dim) in enumerate(zip(tensors, in_dims, strict=True))
-            if x is not None and not batched[place] and (dim is not None or place in places)
-        ]
-        if alone or not any(batched) or getattr(options, "dropout_p", 0) > 0:
+        cannot_fold = any(
+            x is not None and not kind and (dim is not None or place in places)
+            for place, (x, dim, kind) in enumerate(zip(tensors, in_dims, kinds, strict=True))
+        )
+        if cannot_fold or not any(kinds) or getattr(options, "dropout_p", 0) > 0:
             return one_by_one(operator, n, in_dims, args)
-        whole = [place for place, kind in enumerate(batched) if kind == "whole"]
-        first = next(place for place in whole if tensors[place] is not None)
-        batch = size_of_batch(tensors[first], in_dims[first])
+        whole = [place for place, kind in enumerate(kinds) if kind == "whole"]
+        example = next(place for place in whole if tensors[place] is not None)
+        batch = size_of_batch(tensors[example], in_dims[example])
         folded = [
             fold(x, dim, n, batch) if kind else x
-            for x, dim, kind in zip(tensors, in_dims, batched, strict=True)
+            for x, dim, kind in zip(tensors, in_dims, kinds, strict=True)
         ]
         shared = set()
         for place in (place for place in places if place is not None):
             x = folded[place]
             if x is not None and size_of_batch(tensors[place], in_dims[place]) == 1:
-                # The examples share it, but not its gradient.
+                # The batch shares the tensor, but each example has its own gradient.
                 folded[place] = x.expand(n * batch, *x.shape[1:])
                 shared.add(place)
         results = operator.dispatched(*folded, options, backend)
@@ -170,9 +171,9 @@ def fold_batches(
             if derivative is None:
                 empty = is_placeholder(name, options)
             else:
-                read = places[k]
-                is_absent = read is not None and tensors[read] is None
-                empty = is_absent or not derivative.wants(options, k)
+                of_tensor = places[k]
+                is_absent = of_tensor is not None and tensors[of_tensor] is None
+                empty = is_absent or not derivative.computes(options, k)
             if empty:
                 unfolded.append(x.expand(n, 0))
             elif derivative and places[k] in shared:
@@ -184,13 +185,12 @@ def fold_batches(
     return rule
 
 
-def _batched(operator: Operator) -> list[str]:
-    """For each tensor: "whole" if its first size is the batch, "one" if it may be 1, else ""."""
+def _batch_kinds(operator: Operator) -> list[str]:
+    """For each tensor: "whole" if its first size is the batch, "one" if it may also be 1, or ""."""
     if not operator.folds:
         return [""] * len(operator.names)
     shapes = operator.declared.shapes.values()
-    firsts = [next(iter(shape.split()), "") for shape in shapes]
-    batch = next(first for first in firsts if first)
-    return [
-        "whole" if first == batch else "one" if first == f"{batch}|1" else "" for first in firsts
-    ]
+    first_sizes = [next(iter(shape.split()), "") for shape in shapes]
+    batch = next(size for size in first_sizes if size)
+    kind_of_size = {batch: "whole", f"{batch}|1": "one"}
+    return [kind_of_size.get(size, "") for size in first_sizes]

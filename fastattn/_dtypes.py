@@ -18,56 +18,60 @@ from fastattn.backends.primitives import QUANTISED
 _LEADING = ("query", "state", "weight", "x", "out_a", "key", "grad_out")
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
-_Allowed = Callable[[torch.dtype], tuple[torch.dtype, ...]]
+# The dtypes that a tensor may have, given the dtype of the leading tensor.
+_Rule = Callable[[torch.dtype], tuple[torch.dtype, ...]]
 
 
-def _just(dtype: torch.dtype) -> _Allowed:
-    return lambda own: (dtype,)
+def _only(dtype: torch.dtype) -> _Rule:
+    return lambda leading: (dtype,)
 
 
-def _wide(own: torch.dtype) -> tuple[torch.dtype, ...]:
-    return (torch.promote_types(own, torch.float32),)
+def _at_least_float32(leading: torch.dtype) -> tuple[torch.dtype, ...]:
+    return (torch.promote_types(leading, torch.float32),)
 
 
-def _added(own: torch.dtype) -> tuple[torch.dtype, ...]:
-    return own, torch.float32
+def _same_or_float32(leading: torch.dtype) -> tuple[torch.dtype, ...]:
+    return leading, torch.float32
 
 
-def _any(own: torch.dtype) -> tuple[torch.dtype, ...]:
+def _any_floating(leading: torch.dtype) -> tuple[torch.dtype, ...]:
     return _FLOATING
 
 
-_BY_NAME: dict[str, _Allowed] = {
+# By the name of a tensor, or by "operator.tensor".
+_RULES: dict[str, _Rule] = {
     **dict.fromkeys(
         "seed cu_seqlens_q cu_seqlens_k cache_seqlens cache_batch_idx cache_leftpad "
         "rotary_positions tokens taken sinusoidal_encoding.positions".split(),
-        _just(torch.int64),
+        _only(torch.int64),
     ),
     **dict.fromkeys(
         "block_table mask_program positions score_program distance_buckets".split(),
-        _just(torch.int32),
+        _only(torch.int32),
     ),
-    **dict.fromkeys(("mask", "memory_mask", "padding"), _just(torch.bool)),
-    **dict.fromkeys(("key_scales", "value_scales"), _just(torch.float32)),
-    "lse": _just(torch.float64),
+    **dict.fromkeys(("mask", "memory_mask", "padding"), _only(torch.bool)),
+    **dict.fromkeys(("key_scales", "value_scales"), _only(torch.float32)),
+    "lse": _only(torch.float64),
     **dict.fromkeys(
         "alibi_slopes sinks relative_bias row_bias column_bias score_data factors trace stats ends "
         "local_attention.positions local_attention.factor local_attention.weights "
         "local_attention.grad_weights".split(),
-        _wide,
+        _at_least_float32,
     ),
-    **dict.fromkeys("memory_bias rotary_cos rotary_sin hopfield_retrieve.bias".split(), _added),
-    "attn_mask": lambda own: (torch.bool, *_added(own)),
+    **dict.fromkeys(
+        "memory_bias rotary_cos rotary_sin hopfield_retrieve.bias".split(), _same_or_float32
+    ),
+    "attn_mask": lambda leading: (torch.bool, *_same_or_float32(leading)),
     # Converted before the kernel runs.
-    "grad_lse": _any,
-    "lse_a": lambda own: (torch.float32, torch.float64),
+    "grad_lse": _any_floating,
+    "lse_a": lambda leading: (torch.float32, torch.float64),
 }
 _LIKE = {"value_cache": "key_cache", "lse_b": "lse_a"}  # tensors with the dtype of another tensor
 
 
-def _rule(op: str, name: str) -> _Allowed:
-    rule = _BY_NAME.get(f"{op.removesuffix('_backward')}.{name}") or _BY_NAME.get(name)
-    return rule or (lambda own: (own,))
+def _rule_of(op: str, name: str) -> _Rule:
+    rule = _RULES.get(f"{op.removesuffix('_backward')}.{name}") or _RULES.get(name)
+    return rule or (lambda leading: (leading,))  # the same dtype
 
 
 class Dtypes:
@@ -76,21 +80,21 @@ class Dtypes:
     def __init__(self, op: str, names: Sequence[str]) -> None:
         self.op = op
         self._leading = next(names.index(name) for name in _LEADING if name in names)
-        self._allowed = list(self._of_each(names))
+        self._rules = list(self._rules_of(names))
         self._scales = names.index("key_scales") if "key_scales" in names else None
 
-    def _of_each(self, names: Sequence[str]) -> Iterator[tuple[str, int, _Allowed]]:
+    def _rules_of(self, names: Sequence[str]) -> Iterator[tuple[str, int, _Rule]]:
         """The name of each tensor, the place of the tensor that decides its dtype, and the rule."""
         for name in names:
             like = names.index(_LIKE[name]) if name in _LIKE else self._leading
-            yield name, like, _rule(self.op, name)
+            yield name, like, _rule_of(self.op, name)
 
     def leading(self, tensors: Sequence[Any]) -> Any:
         """The tensor that decides the dtypes."""
         return tensors[self._leading]
 
     def of_result(self, name: str, leading: Tensor) -> torch.dtype:
-        return _rule(self.op, name)(leading.dtype)[0]
+        return _rule_of(self.op, name)(leading.dtype)[0]
 
     def check(self, tensors: Sequence[Any]) -> None:
         """Raise a RuntimeError if a tensor has the wrong dtype."""
@@ -98,12 +102,12 @@ class Dtypes:
         if leading is None:
             return
         if leading.dtype not in _FLOATING:
-            self._refuse(self._allowed[self._leading][0], leading, _FLOATING)
-        for (name, like, rule), x in zip(self._allowed, tensors, strict=True):
+            self._refuse(self._rules[self._leading][0], leading, _FLOATING)
+        for (name, like, rule), x in zip(self._rules, tensors, strict=True):
             if x is None:
                 continue
             dtypes = rule(tensors[like].dtype)
-            if name == "key_cache":
+            if name == "key_cache":  # quantised if there are key_scales
                 scaled = self._scales is not None and tensors[self._scales] is not None
                 dtypes = tuple(QUANTISED) if scaled else dtypes[:1]
             if x.dtype not in dtypes:
@@ -111,5 +115,5 @@ class Dtypes:
 
     def _refuse(self, name: str, x: Tensor, dtypes: Sequence[torch.dtype]) -> None:
         expected = " or ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        found = str(x.dtype).removeprefix("torch.")
-        raise RuntimeError(f"{self.op}: {name} must be {expected}, got {found}")
+        actual = str(x.dtype).removeprefix("torch.")
+        raise RuntimeError(f"{self.op}: {name} must be {expected}, got {actual}")

@@ -36,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
         args.shapes = args.op or ["sdpa"]
     for cell in cells_of(args, tuple(TORCH_DTYPES)):
         print(f"{cell.name}:")
-        found = explanations(cell, device)
-        print(*found, sep="\n") if found else print("plain PyTorch: it calls no kernel of fastattn")
+        lines = [*map(str, explanations(cell, device))]
+        print(*lines or ["plain PyTorch: it calls no kernel of fastattn"], sep="\n")
     return 0
 
 
@@ -48,16 +48,16 @@ def explanations(cell: Cell, device: torch.device) -> list[explanation.Explanati
     CPU, because PyTorch's autograd aborts on tensors of a device that it was built without. Only
     the tensors that the backends examine are on ``device``.
     """
-    found: list[explanation.Explanation] = []
+    results: list[explanation.Explanation] = []
 
     def explain(func: Any, args: Any, kwargs: Any) -> Any:
-        if func == _IS_CPU.__get__:  # some functions choose their operators by it
+        if func == _IS_CPU.__get__:  # by which some functions choose their operators
             return device.type == "cpu"
         if (operator := operators.get(func)) is not None:
             tensors, options = operator.split(args)
-            placed = [_on(device, x) for x in tensors]
+            placed = [_placed_on(device, x) for x in tensors]
             with torch.no_grad():
-                found.append(explanation.explanation(operator.name, placed, options))
+                results.append(explanation.explanation(operator.name, placed, options))
         return func(*args, **kwargs)
 
     with compat.tensors_without_memory(), warnings.catch_warnings():
@@ -70,10 +70,10 @@ def explanations(cell: Cell, device: torch.device) -> list[explanation.Explanati
             for name in op.leaf_names(cell):
                 inputs[name].requires_grad_(cell.passes != "fwd")
             forward()
-    return found
+    return results
 
 
-def _on(device: torch.device, x: Tensor | None) -> Tensor | None:
+def _placed_on(device: torch.device, x: Tensor | None) -> Tensor | None:
     """A tensor on this device with all properties of ``x`` that a backend examines."""
     if x is None or x.device == device:
         return x

@@ -26,10 +26,10 @@ _formulas: dict[Any, Callable[..., int]] = {}
 def count(operator: Any, formula: Callable[..., int]) -> None:
     """Count an operator of the dispatcher by ``formula(args, results) -> int``."""
 
-    def counted(*args: Any, out_val: Any = None, **_: Any) -> int:
+    def count_call(*args: Any, out_val: Any = None, **_: Any) -> int:
         return formula(args, out_val)
 
-    _formulas[operator] = counted
+    _formulas[operator] = count_call
     if _COUNTER in sys.modules:
         _register(sys.modules[_COUNTER])
 
@@ -46,22 +46,22 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if name != _COUNTER:
             return None
-        spec = next(self._specs(name, path, target), None)
+        spec = next(self._specs_of_others(name, path, target), None)
         if spec is None or spec.loader is None:
             return spec
-        execute = spec.loader.exec_module
+        exec_module = spec.loader.exec_module
 
-        def executed(module: ModuleType) -> None:
-            execute(module)
+        def exec_and_register(module: ModuleType) -> None:
+            exec_module(module)
             _register(module)
 
-        spec.loader.exec_module = executed  # type: ignore[method-assign]
+        spec.loader.exec_module = exec_and_register  # type: ignore[method-assign]
         return spec
 
-    def _specs(self, *wanted: Any) -> Iterator[ModuleSpec]:
-        """The specs that the other finders return."""
+    def _specs_of_others(self, *module: Any) -> Iterator[ModuleSpec]:
+        """The specs of a module that the other finders return."""
         for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(*wanted)
+            spec = None if finder is self else finder.find_spec(*module)
             if spec is not None:
                 yield spec
 
@@ -70,8 +70,8 @@ if _COUNTER not in sys.modules:
     sys.meta_path.insert(0, _Finder())
 
 
-# The rules for a forward or a backward pass. Only visible pairs of a query and a key count. A
-# multiplication, an addition and a tanh are one operation each.
+# The formulas of a forward or a backward pass. ``pairs`` counts the visible pairs of a query and a
+# key. A multiplication, an addition and a tanh are one operation each.
 
 
 def attention_flops(pairs: int, width: int, value_width: int, backward: bool = False) -> int:
@@ -83,9 +83,9 @@ def attention_flops(pairs: int, width: int, value_width: int, backward: bool = F
 
 
 def additive_flops(pairs: int, units: int, value_width: int, backward: bool = False) -> int:
-    """Additive attention: 4 A for the score v . tanh(q + k + b) of a pair, and 2 Dv as above.
+    """Additive attention: 4 A for the score v . tanh(q + k + b) of a pair, 2 Dv for the output.
 
-    In the backward, 8 A for the derivative of tanh and its parts of dq, dk and dv.
+    A is ``units``. The backward has 8 A: the derivative of tanh, and its parts of dq, dk and dv.
     """
     return pairs * (8 * units + 4 * value_width if backward else 4 * units + 2 * value_width)
 
@@ -102,18 +102,20 @@ def flops_of_pairs(
 ) -> Callable[..., int]:
     """The operations of an operator of query, key and value, from the number of ``pairs``.
 
-    A table of an ``operator`` with terms of content adds 2 D for a pair, and thrice that in the
-    backward.
+    ``operator`` returns an operator that has the tables of :class:`fastattn.bias.Disentangled`.
+    Each table of a call adds 2 D for a pair, and 6 D in the backward.
     """
 
     def flops(
-        _: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, backward: bool = False
+        _: Any, query: Tensor, key: Tensor, value: Tensor, *others: Any, backward: bool = False
     ) -> int:
-        count, width = pairs(query, key, *rest), query.shape[-1]
-        places = [operator().place_of(f"{of}_table") for of in ("query", "key")] if operator else ()
-        tables = sum(rest[place - 3] is not None for place in places)
-        of_tables = count * tables * (6 if backward else 2) * width
-        return of_tables + formula(count, width, value.shape[-1], backward=backward)
+        count, width = pairs(query, key, *others), query.shape[-1]
+        bias_flops = 0
+        if operator is not None:
+            places = [operator().place_of(name) for name in ("query_table", "key_table")]
+            tables = sum(others[place - 3] is not None for place in places)  # query, key, value: 3
+            bias_flops = count * tables * (6 if backward else 2) * width
+        return bias_flops + formula(count, width, value.shape[-1], backward=backward)
 
     return flops
 
@@ -128,16 +130,17 @@ def values(x: Tensor) -> list[int] | None:
 
 def visible_pairs(rows: int, columns: int, offset: int = 0, left: int = -1, right: int = -1) -> int:
     """The number of pairs (i, j) with -right <= i + offset - j <= left; -1 is unlimited."""
-    seen = rows * columns if right < 0 else _upto(offset + right, rows, columns)
-    return seen - (0 if left < 0 else _upto(offset - left - 1, rows, columns))
+    pairs = rows * columns if right < 0 else _pairs_up_to(offset + right, rows, columns)
+    return pairs - (0 if left < 0 else _pairs_up_to(offset - left - 1, rows, columns))
 
 
-def _upto(diagonal: int, rows: int, columns: int) -> int:
-    """The number of pairs with j <= i + diagonal in a rectangle."""
+def _pairs_up_to(diagonal: int, rows: int, columns: int) -> int:
+    """The number of pairs (i, j) with j <= i + diagonal, of all pairs of rows and columns."""
 
     def triangle(n: int) -> int:
         return n * (n + 1) // 2 if n > 0 else 0
 
-    everything = triangle(diagonal + rows) - triangle(diagonal)
+    # As if there were endless columns, less the pairs beyond the last column.
+    endless = triangle(diagonal + rows) - triangle(diagonal)
     beyond = triangle(diagonal + rows - columns) - triangle(diagonal - columns)
-    return everything - beyond
+    return endless - beyond

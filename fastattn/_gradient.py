@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Context(NamedTuple):
-    """The context that :meth:`Gradient.derive` reads for the call of a plan."""
+    """The context that :meth:`Gradient.derive` reads for a call of a plan, see fastattn.call."""
 
     saved_tensors: Sequence[Any]
     options: Any
@@ -28,11 +28,12 @@ class _Context(NamedTuple):
 
 
 class Gradient:
-    """The derivative of an operator, by places instead of names.
+    """The derivative of an operator, whose tensors have places here instead of names.
 
-    Three functions pick from a tuple, in C. ``_save``: the tensors to save, from all tensors and
-    results. ``_take``: the arguments of the backward operator, from the gradients of all results.
-    ``_arrange``: the gradients of all arguments but the backend, from its results and None.
+    Four functions pick elements of a tuple, in C. ``_pick_saved``: the tensors to save, of all
+    tensors and results. ``_pick_taken``: the gradients that the backward operator takes, of all
+    results. ``_arrange``: the gradients of all arguments but the backend, of its results and None.
+    ``_pick_needed``: the flags of skippable gradients, of ``needs_input_grad``.
     """
 
     def __init__(
@@ -44,28 +45,28 @@ class Gradient:
         self._operator, self._derivative, self._formula = operator, derivative, formula
         names, results, record = operator.names, operator.results, operator.options
         self._placeholders = [(n, x) for n, x in enumerate(results) if hasattr(record, x)]
-        self._flags: Any = None
-        self._constants: list[int] = []  # the results without a gradient
+        self._pick_needed: Any = None
+        self._constants: list[int] = []  # the places of results without a gradient
         # For each tensor with a gradient, its place among the saved tensors.
         self._places: dict[int, int] = {}
         if derivative is None:
             everything = itemgetter(slice(None))
-            self._save = itemgetter(slice(0 if formula else len(names)))
-            self._take = self._arrange = everything
+            self._pick_saved = itemgetter(slice(0 if formula else len(names)))
+            self._pick_taken = self._arrange = everything
             return
         grads, reads, gives = (
             text.split() for text in (derivative.grads, derivative.reads, derivative.gives)
         )
-        known, none = [*names, *results], len(gives)
-        self._saved = [known.index(name) for name in reads]
-        self._save = _picker(self._saved)
-        self._take = _picker([results.index(name) for name in grads])
+        saveable, none = [*names, *results], len(gives)
+        self._saved = [saveable.index(name) for name in reads]
+        self._pick_saved = _picker(self._saved)
+        self._pick_taken = _picker([results.index(name) for name in grads])
         places = [gives.index(name) if name in gives else none for name in names]
         self._arrange = _picker([*places, none])
         self._places = {names.index(name): reads.index(name) for name in gives if name in reads}
         self._constants = [n for n, name in enumerate(results) if name not in grads]
-        if flags := derivative.flags():
-            self._flags = _picker([names.index(name) for name in flags])
+        if skippable := derivative.skippable():
+            self._pick_needed = _picker([names.index(name) for name in skippable])
 
     def function(self, forward: Callable[..., Any], eager: bool) -> Any:
         """Return the function that runs ``forward`` and saves the inputs of the backward pass.
@@ -75,23 +76,24 @@ class Gradient:
         ``torch.func`` reaches it only inside the dispatcher, one level at a time.
         """
 
-        def forward_and_keep(ctx: Any, *args: Any) -> Any:
+        def forward_and_save(ctx: Any, *args: Any) -> Any:
             results = forward(*args)
-            self.keep(ctx, args, results, eager)
+            self.save(ctx, args, results, eager)
             return results
 
-        return _function(self._operator.name, forward_and_keep, self.derive)
+        return _function(self._operator.name, forward_and_save, self.derive)
 
     def function_of_plans(self, first: bool) -> Any:
-        """Return the function for plans, on the CPU's kernels; ``first``: of the first result."""
+        """Return the function that plans call, on the CPU's kernels; ``first``: for one result."""
         derivative, operator = self._derivative, self._operator
         if derivative is None:
             return None
-        keeps, save, derive = self.on_kernels()
+        keeps, save, derive = self.native_passes()
         name, load, several = operator.name, dispatch.load, operator.returns > 1
-        take, of_call, constants = self._take, derivative.of_call, [] if first else self._constants
-        returns, missing = (1, operator.returns - 1) if first else (operator.returns, 0)
-        none = (None,) * missing
+        take, of_call = self._pick_taken, derivative.of_call
+        constants = [] if first else self._constants
+        returns = 1 if first else operator.returns
+        other_grads = (None,) * (operator.returns - returns)  # of results that are not returned
 
         def forward(ctx: Any, *args: Any) -> Any:
             *tensors, options = args
@@ -106,30 +108,30 @@ class Gradient:
             return results[0] if returns == 1 else results[:returns]
 
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
-            grads = (*grads, *none)
+            grads = (*grads, *other_grads)
             taken = take(grads)
-            if torch.is_grad_enabled() or not _run_natively(*taken) or not _any(taken):
+            if torch.is_grad_enabled() or not _can_run_natively(*taken) or not _is_any(taken):
                 context = _Context(ctx.saved_tensors, ctx.options, ctx.needs_input_grad)
                 return self.derive(context, *grads)
             return derive(ctx.saved_tensors, ctx.options, ctx.needs_input_grad, taken)
 
         return _function(operator.name, forward, backward)
 
-    def on_kernels(self) -> tuple[dict[str, bool], Callable[..., Any], Callable[..., Any]]:
-        """Return what both passes need on the CPU's kernels.
+    def native_passes(self) -> tuple[dict[str, bool], Callable[..., Any], Callable[..., Any]]:
+        """Return what both passes need on the CPU's kernels: ``keeps, save, derive``.
 
-        More options of the forward kernel; (its tensors and results) -> what the backward reads;
-        the backward: (that, options, which arguments need a gradient, gradients of the results) ->
-        the gradients of the arguments. They call few Python functions, whose overhead is visible
-        between the kernels of a training step.
+        ``keeps``: further options of the forward kernel. ``save``: (its tensors and results) -> the
+        tensors to save. ``derive``: (saved tensors, options, which arguments need a gradient,
+        gradients of the results) -> gradients of the arguments. They call few Python functions,
+        whose overhead is visible between the kernels of a training step.
         """
         operator, derivative, load = self._operator, self._derivative, dispatch.load
         assert derivative is not None
-        save, arrange, options_of = self._save, self._arrange, self._options_of_backward
+        save, arrange, options_of = self._pick_saved, self._arrange, self._options_of_backward
         name, keeps = operator.backward.name, {"keeps": True} if derivative.keeps else {}
-        if keeps:  # the extra results come last
-            last = len(operator.names) + operator.returns
-            save = _picker([*self._saved, *range(last, last + len(derivative.keeps.split()))])
+        if keeps:  # the extra results follow all others
+            begin = len(operator.names) + operator.returns
+            save = _picker([*self._saved, *range(begin, begin + len(derivative.keeps.split()))])
 
         def derive(saved: Sequence[Any], options: Any, needs: Sequence[bool], grads: Any) -> Any:
             options, kernel = options_of(options, needs), getattr(load("cpu"), name)
@@ -137,13 +139,13 @@ class Gradient:
 
         return keeps, save, derive
 
-    def keep(self, ctx: Any, args: Sequence[Any], results: Any, eager: bool) -> None:
+    def save(self, ctx: Any, args: Sequence[Any], results: Any, eager: bool) -> None:
         """Save in the context the values that :meth:`derive` needs."""
         *tensors, ctx.options, ctx.backend = args
         ctx.eager = eager
         ctx.set_materialize_grads(False)
-        several = (results,) if self._operator.returns == 1 else results
-        ctx.save_for_backward(*self._save((*tensors, *several)))
+        all_results = (results,) if self._operator.returns == 1 else results
+        ctx.save_for_backward(*self._pick_saved((*tensors, *all_results)))
         if self._derivative is not None and self._derivative.of_call is not None:
             ctx.options = self._derivative.of_call(*tensors, ctx.options)
         if self._constants:
@@ -155,8 +157,8 @@ class Gradient:
         for n, name in self._placeholders:
             if is_placeholder(name, options):
                 grads = (*grads[:n], None, *grads[n + 1 :])
-        grads = self._take(grads)
-        if not _any(grads):
+        grads = self._pick_taken(grads)
+        if not _is_any(grads):
             return (None,) * len(needs)
         if self._formula is not None:
             return self._formula(options, *grads), *[None] * (len(needs) - 1)
@@ -165,29 +167,33 @@ class Gradient:
         options = self._options_of_backward(options, needs)
         saved = (*ctx.saved_tensors[: len(self._saved)], options, ctx.backend)
         results = self._operator.backward.resume(ctx, grads, saved)
-        gradients = (*self._arrange((*results, None)), None)  # none of the backend
+        gradients = (*self._arrange((*results, None)), None)  # the backend has no gradient
         return tuple(
-            None if not need else x if n not in self._places else _like(x, saved[self._places[n]])
+            None
+            if not need
+            else x
+            if n not in self._places
+            else _reshaped(x, saved[self._places[n]])
             for n, (x, need) in enumerate(zip(gradients, needs, strict=False))
         )
 
-    def again(self, saved: Sequence[Any], options: Any) -> Tensor:
-        """Recompute the first result with a gradient, from the tensors that were saved."""
+    def recompute(self, saved: Sequence[Any], options: Any) -> Tensor:
+        """Compute the first result again with a gradient, from the tensors that were saved."""
         operator = self._operator
         tensors = [saved[self._saved.index(n)] for n in range(len(operator.names))]
         result: Tensor = operator.dispatched(*operator.lifted(tensors), options, "cpu")[0]
         return result
 
     def _options_of_backward(self, options: Any, needs: Sequence[bool]) -> Any:
-        if self._derivative is None or self._flags is None:
+        if self._derivative is None or self._pick_needed is None:
             return options
-        needed = self._flags(needs)
+        needed = self._pick_needed(needs)
         try:
             return options.of_backward[needed]
         except (AttributeError, KeyError):
-            made = self._derivative.options_for(options, needed)
-            object.__setattr__(options, "of_backward", {needed: made})  # it is frozen
-            return made
+            record = self._derivative.backward_options(options, needed)
+            object.__setattr__(options, "of_backward", {needed: record})  # a frozen class
+            return record
 
 
 def in_one_node(first: Gradient, then: Gradient) -> Any:
@@ -197,44 +203,47 @@ def in_one_node(first: Gradient, then: Gradient) -> Any:
     returns the first result of ``then``. A second autograd node would take as long as a small
     kernel.
     """
-    (keeps, save, derive), (_, save_then, derive_then) = first.on_kernels(), then.on_kernels()
-    name, name_then, load = first._operator.name, then._operator.name, dispatch.load
-    others = len(then._operator.names) - 1
-    none, none_then = ((None,) * (x._operator.returns - 1) for x in (first, then))
-    missing, missing_then = first._take((None, *none))[1:], then._take((None, *none_then))[1:]
+    keeps, save, derive = first.native_passes()
+    _, then_save, then_derive = then.native_passes()
+    name, then_name, load = first._operator.name, then._operator.name, dispatch.load
+    others = len(then._operator.names) - 1  # the number of its other tensors
+    # The gradients of all results but the first, and those of them that the backward takes.
+    none, then_none = ((None,) * (x._operator.returns - 1) for x in (first, then))
+    taken_none = first._pick_taken((None, *none))[1:]
+    then_taken_none = then._pick_taken((None, *then_none))[1:]
 
     def forward(ctx: Any, *args: Any) -> Any:
-        tensors, (options, options_then) = args[others:-2], args[-2:]
+        tensors, (options, then_options) = args[others:-2], args[-2:]
         results = getattr(load("cpu"), name)(*tensors, options=options, **keeps)
         saved, tensors = save((*tensors, *results)), (results[0], *args[:others])
-        results = getattr(load("cpu"), name_then)(*tensors, options=options_then)
-        saved_then = save_then((*tensors, *results))
+        results = getattr(load("cpu"), then_name)(*tensors, options=then_options)
+        then_saved = then_save((*tensors, *results))
         ctx.set_materialize_grads(False)
-        ctx.options, ctx.read = args[-2:], len(saved)
-        ctx.save_for_backward(*saved, *saved_then)
+        ctx.options, ctx.saved_by_first = args[-2:], len(saved)
+        ctx.save_for_backward(*saved, *then_saved)
         return results[0]
 
     def backward(ctx: Any, grad: Tensor | None) -> Any:
-        needs, (options, options_then) = ctx.needs_input_grad, ctx.options
+        needs, (options, then_options) = ctx.needs_input_grad, ctx.options
         if grad is None:
             return (None,) * len(needs)
-        needs, needs_then = needs[others:-1], (True, *needs[:others], False)
+        needs, then_needs = needs[others:-1], (True, *needs[:others], False)
         saved = ctx.saved_tensors
-        saved, saved_then = saved[: ctx.read], saved[ctx.read :]
-        if torch.is_grad_enabled() or not _run_natively(grad):
+        saved, then_saved = saved[: ctx.saved_by_first], saved[ctx.saved_by_first :]
+        if torch.is_grad_enabled() or not _can_run_natively(grad):
             if torch.is_grad_enabled():  # the first operator runs again, to be differentiated
-                result = first.again(saved, options).view_as(saved_then[0])
-                saved_then = (result, *saved_then[1:])
-            context = _Context(saved_then, options_then, needs_then)
-            grad, *grads = then.derive(context, grad, *none_then)
-            of_first = first.derive(_Context(saved, options, needs), grad, *none)
+                result = first.recompute(saved, options).view_as(then_saved[0])
+                then_saved = (result, *then_saved[1:])
+            context = _Context(then_saved, then_options, then_needs)
+            grad, *then_grads = then.derive(context, grad, *then_none)
+            first_grads = first.derive(_Context(saved, options, needs), grad, *none)
         else:
-            of_then = derive_then(saved_then, options_then, needs_then, (grad, *missing_then))
-            grad, *grads = of_then
-            of_first = derive(saved, options, needs, (grad, *missing))
-        return *grads[:others], *of_first, None
+            grads = (grad, *then_taken_none)
+            grad, *then_grads = then_derive(then_saved, then_options, then_needs, grads)
+            first_grads = derive(saved, options, needs, (grad, *taken_none))
+        return *then_grads[:others], *first_grads, None
 
-    return _function(then._operator.name, forward, backward)
+    return _function(then_name, forward, backward)
 
 
 def _function(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
@@ -242,18 +251,18 @@ def _function(name: str, forward: Callable[..., Any], backward: Callable[..., An
     return type(name, (compat.SingleLevelFunction,), methods).apply  # type: ignore[attr-defined]
 
 
-def _run_natively(*grads: Tensor | None) -> Any:
+def _can_run_natively(*grads: Tensor | None) -> Any:
     return is_unintercepted() and dispatch.load("cpu").are_plain(*grads)  # type: ignore[union-attr]
 
 
-def _like(grad: Tensor | None, x: Tensor | None) -> Tensor | None:
-    """A gradient in the dimensions of the tensor of a plan."""
+def _reshaped(grad: Tensor | None, x: Tensor | None) -> Tensor | None:
+    """A gradient in the dimensions of its tensor, of which a plan may have more or fewer."""
     if grad is None or x is None or grad.dim() == x.dim():
         return grad
     return grad.reshape(x.shape)
 
 
-def _any(grads: Sequence[Tensor | None]) -> bool:
+def _is_any(grads: Sequence[Tensor | None]) -> bool:
     return any([grad is not None for grad in grads])  # noqa: C419  (faster)
 
 

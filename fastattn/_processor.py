@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 _TILES = "amx_bf16 amx_fp16 amx_int8"
-_HIDDEN = {  # features, by the limit
+# The features that oneDNN's environment variable hides, by its value.
+_HIDDEN = {
     **dict.fromkeys(
         ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"),
         f"avx512f avx512_bf16 avx512_fp16 {_TILES}",
@@ -21,6 +22,7 @@ _HIDDEN = {  # features, by the limit
     "AVX512_CORE_BF16": f"avx512_fp16 {_TILES}",
     "AVX512_CORE_FP16": _TILES,
 }
+# The features in `Processor.key`.
 _DISTINGUISHING = ("avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
 
 
@@ -28,7 +30,7 @@ class Processor(NamedTuple):
     device: str  # "cpu" or "cuda"
     vendor: str = ""  # "Intel", "AMD", "ARM", "NVIDIA", another vendor's string, or ""
     name: str = ""
-    features: frozenset[str] = frozenset()  # the relevant ones, with Linux's names
+    features: frozenset[str] = frozenset()  # the instruction sets that matter, with Linux's names
 
     def as_limited(self) -> Processor:
         """The processor as PyTorch's libraries see it.
@@ -41,18 +43,18 @@ class Processor(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The name of this processor in the user's rows."""
-        found = [name for name in _DISTINGUISHING if name in self.features]
-        return ", ".join([self.device, self.vendor, self.name, *found])
+        """The name of this processor in the rows of evidence that `fastattn tune` writes."""
+        features = [name for name in _DISTINGUISHING if name in self.features]
+        return ", ".join([self.device, self.vendor, self.name, *features])
 
     def is_like(self, on: str) -> bool:
-        """Whether a row for ``on`` is for this processor."""
+        """Whether ``on`` of a row of evidence means this processor: its key, or words about it."""
         if on == self.key:
             return True
         family = re.search(r"family \d+", self.name)
-        has = {self.device, self.vendor, *self.features, family and family[0].replace(" ", "_")}
+        words = {self.device, self.vendor, *self.features, family and family[0].replace(" ", "_")}
         return "," not in on and all(
-            word[1:] not in has if word.startswith("-") else word in has for word in on.split()
+            word[1:] not in words if word.startswith("-") else word in words for word in on.split()
         )
 
 

@@ -23,10 +23,10 @@ def draw_seed(device: torch.device, generator: torch.Generator | None = None) ->
     if torch.compiler.is_dynamo_compiling():
         seed: Tensor = torch.ops.fastattn.draw_seed(device=device)
         return seed
-    return _drawn(device, generator)
+    return _random_seed(device, generator)
 
 
-def _drawn(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+def _random_seed(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
     return torch.randint(2**63 - 1, (), dtype=torch.int64, device=device, generator=generator)
 
 
@@ -36,18 +36,18 @@ _library = torch.library.Library("fastattn", "FRAGMENT")
 _calls = itertools.count()
 
 
-def _draw(*, device: torch.device) -> Tensor:
-    """Draw where the compiler has split ``draw_seed`` into its parts."""
-    if not compat.forward_may_run_again():
-        return _drawn(device)
-    # The compiler merges equal calls of an operator, so each has a number.
+def _decompose_draw_seed(*, device: torch.device) -> Tensor:
+    """The decomposition of ``draw_seed``, which the compiler traces in place of the operator."""
+    if not compat.may_recompute_forward():
+        return _random_seed(device)
+    # The compiler merges calls with equal arguments, so each call has its own number.
     seed: Tensor = torch.ops.fastattn.seed(call=next(_calls), device=device)
-    compat.run_again_with_same_state()
+    compat.keep_random_state_of_last_node()
     return seed
 
 
-def _seed(*, call: int, device: torch.device) -> Tensor:
-    return _drawn(device)
+def _run_seed(*, call: int, device: torch.device) -> Tensor:
+    return _random_seed(device)
 
 
 def _fake_seed(*, call: int, device: torch.device) -> Tensor:
@@ -56,8 +56,9 @@ def _fake_seed(*, call: int, device: torch.device) -> Tensor:
 
 _tags = (torch.Tag.nondeterministic_seeded, torch.Tag.pt2_compliant_tag)
 _library.define("draw_seed(*, Device device) -> Tensor", tags=_tags)
-_library.impl("draw_seed", _draw)  # the compiler splits an operator without a dispatch key
+# The default key, CompositeImplicitAutograd, makes the compiler decompose the operator.
+_library.impl("draw_seed", _decompose_draw_seed)
 _library.define("seed(*, int call, Device device) -> Tensor", tags=_tags)
 # Without a tensor among the arguments, the dispatcher calls this key first.
-_library.impl("seed", _seed, "BackendSelect")
+_library.impl("seed", _run_seed, "BackendSelect")
 torch.library.register_fake("fastattn::seed", _fake_seed, lib=_library)

@@ -19,24 +19,24 @@ from torch import Tensor
 
 
 class _Size(NamedTuple):
-    name: str  # "" is any size
-    less: int  # subtracted from the named size
+    name: str  # "" is any size, digits are that size
+    less: int  # S-1 has the name S and 1 here
     may_be_one: bool
 
 
 class _Shape(NamedTuple):
     text: str
     sizes: tuple[_Size, ...]
-    leading: bool  # begins with any sizes
+    leading: bool  # begins with "..."
 
 
 class Declared:
-    """The declaration of tensors or results."""
+    """The declaration of an operator's tensors, or of its results."""
 
     def __init__(self, text: str) -> None:
         self.shapes: dict[str, str] = {}  # by name; "" is no declared shape
         self.optional: set[str] = set()
-        self.multiples: list[tuple[str, str]] = []
+        self.multiples: list[tuple[str, str]] = []  # (Hq, Hkv) of "Hq % Hkv"
         for item in map(str.strip, text.split(";")):
             if "%" in item:
                 whole, _, divisor = item.split()
@@ -57,7 +57,7 @@ class Declared:
         return ", ".join(f"{kinds[name in self.optional]} {name}" for name in self.shapes)
 
     def sizes(self, name: str, known: Mapping[str, Any], number: int) -> tuple[Any, ...]:
-        """The sizes of a result: of shape ``number`` > 1, or the longest of known sizes."""
+        """The sizes of a result: of its shape ``number`` > 1; for 1, of the longest known shape."""
         shapes = [shape.split() for shape in self.shapes[name].split("/")]
         if number == 1:
             shape = max((x for x in shapes if known.keys() >= set(x)), key=len)
@@ -72,7 +72,7 @@ class Shapes:
     def __init__(self, op: str, declared: Declared) -> None:
         self.op, self._multiples = op, declared.multiples
         self._shapes = [
-            (n, name, tuple(map(_shape, shape.split("/"))))
+            (n, name, tuple(map(_parse_shape, shape.split("/"))))
             for n, (name, shape) in enumerate(declared.shapes.items())
             if shape
         ]
@@ -80,7 +80,7 @@ class Shapes:
         self._shapes.sort(key=lambda shape: shape[1].startswith("grad_"))
 
     def check(self, tensors: Sequence[Any]) -> None:
-        """Raise a RuntimeError if a tensor does not have its shape, or the sizes disagree."""
+        """Raise a RuntimeError if a tensor does not have its shape, or sizes of one name differ."""
         known: dict[str, Any] = {}
         for n, name, alternatives in self._shapes:
             x = tensors[n]
@@ -94,7 +94,7 @@ class Shapes:
                 )
 
     def sizes(self, tensors: Sequence[Any]) -> dict[str, Any]:
-        """The sizes by name, without a check."""
+        """The sizes by name, without a check; a tensor that may have size 1 does not count."""
         known: dict[str, Any] = {}
         for n, _, alternatives in self._shapes:
             x = tensors[n]
@@ -110,44 +110,44 @@ class Shapes:
 
         Leading dimensions of size 1 may be missing, and several may stand for the first.
         """
-        results = list(tensors)
-        for n, _, (shape, *others) in self._shapes:
-            x, rank = results[n], len(shape.sizes)
-            if x is None or others or shape.leading or x.dim() == rank:
+        reshaped = list(tensors)
+        for n, _, (shape, *alternatives) in self._shapes:
+            x, rank = reshaped[n], len(shape.sizes)
+            if x is None or alternatives or shape.leading or x.dim() == rank:
                 continue
             if x.dim() < rank:
-                results[n] = x[(None,) * (rank - x.dim())]
+                reshaped[n] = x[(None,) * (rank - x.dim())]
             else:  # the legacy vmap has no flatten()
-                several = x.dim() - rank + 1
-                results[n] = x.reshape(math.prod(x.shape[:several]), *x.shape[several:])
-        return results
+                split = x.dim() - rank + 1  # the dimensions that stand for the first
+                reshaped[n] = x.reshape(math.prod(x.shape[:split]), *x.shape[split:])
+        return reshaped
 
     def _refuse(
         self, name: str, x: Tensor, alternatives: Sequence[_Shape], known: Mapping[str, Any]
     ) -> None:
         expected = " or ".join(f"[{shape.text}]" for shape in alternatives)
-        named = {size.name: None for shape in alternatives for size in shape.sizes}
-        sizes = ", ".join(f"{size} = {known[size]}" for size in named if size in known)
+        names = {size.name: None for shape in alternatives for size in shape.sizes}
+        sizes = ", ".join(f"{name} = {known[name]}" for name in names if name in known)
         raise RuntimeError(
             f"{self.op}: {name} must have the shape {expected}{sizes and f' with {sizes}'}, "
             f"got {tuple(x.shape)}"
         )
 
 
-def _shape(text: str) -> _Shape:
+def _parse_shape(text: str) -> _Shape:
     words = text.split()
     leading = words[:1] == ["..."]
-    return _Shape(", ".join(words), tuple(map(_size, words[leading:])), leading)
+    return _Shape(", ".join(words), tuple(map(_parse_size, words[leading:])), leading)
 
 
-def _size(word: str) -> _Size:
+def _parse_size(word: str) -> _Size:
     name, _, one = word.partition("|")
     name, _, less = name.partition("-")
-    return _Size("" if name == "*" else name, int(less or 0), bool(one))
+    return _Size("" if name == "*" else name, less=int(less or 0), may_be_one=bool(one))
 
 
 def _fits(x: Tensor, shape: _Shape, known: dict[str, Any]) -> bool:
-    """Whether a tensor has the shape; records sizes that are not known yet."""
+    """Whether a tensor has the shape; adds the sizes that are not in ``known`` yet."""
     sizes, rank = x.shape, len(shape.sizes)
     if shape.leading:
         lead = tuple(sizes[: len(sizes) - rank])

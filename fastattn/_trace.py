@@ -21,14 +21,14 @@ from fastattn.library import operators, watchers
 
 # PyTorch's own fused attention. Its unfused attention is a product, a softmax and another product,
 # which no name distinguishes from others.
-_STOCK = ("aten::_scaled_dot_product_", "aten::_native_multi_head_attention", "aten::_transformer_")
+_FUSED = ("aten::_scaled_dot_product_", "aten::_native_multi_head_attention", "aten::_transformer_")
 
 
 @dataclass
 class Call:
     """All calls of one operator with the same shapes, dtype, backend and reason."""
 
-    operator: str  # a derivative ends in "_backward"
+    operator: str  # the name; that of a backward operator ends in "_backward"
     shapes: tuple[tuple[int, ...], ...]  # of the tensors given, in the order of the operator
     dtype: torch.dtype
     backend: str  # as in fastattn.use_backend; "" if PyTorch's own operator ran
@@ -79,7 +79,7 @@ def trace(timed: bool = False) -> Iterator[Calls]:
 
 _lock = threading.Lock()
 _traces = 0  # the number of traces in effect, in all threads
-_eager = contextlib.ExitStack()
+_stance = contextlib.ExitStack()  # of the compiler, during all of them
 
 
 @contextlib.contextmanager
@@ -89,14 +89,14 @@ def _uncompiled() -> Iterator[None]:
     with _lock:
         _traces += 1
         if _traces == 1 and "torch._dynamo" in sys.modules:  # the import takes a second
-            _eager.enter_context(torch.compiler.set_stance("force_eager"))
+            _stance.enter_context(torch.compiler.set_stance("force_eager"))
     try:
         yield
     finally:
         with _lock:
             _traces -= 1
             if _traces == 0:
-                _eager.close()
+                _stance.close()
 
 
 class Calls(DispatchMode):
@@ -113,35 +113,35 @@ class Calls(DispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is STOCK:  # inference mode: it would run its kernel below this mode
+        if func is STOCK:  # in inference mode, whose kernel would run below this mode, unseen
             with self:
                 return attend(*args, **kwargs)
         if not hasattr(func, "overloadpacket"):  # such as flex_attention
             return func(*args, **kwargs)
-        if func not in operators and not func.name().startswith(_STOCK):
+        if func not in operators and not func.name().startswith(_FUSED):
             return func(*args, **kwargs)
         return self.count(func, args, lambda: func(*args, **kwargs))
 
     def count(self, func: Any, args: Sequence[Any], run: Callable[[], Any]) -> Any:
         """Return ``run()``, which calls an operator, and count that call."""
-        call = self._call(func, args)
+        call = self._record_of(func, args)
         call.count += 1
         if not self._timed:
             return run()
-        _wait(args)
+        _wait_for_gpu(args)
         start = time.perf_counter()
         results = run()
-        _wait(args)
+        _wait_for_gpu(args)
         call.seconds += time.perf_counter() - start
         return results
 
-    def _call(self, func: Any, args: Sequence[Any]) -> Call:
+    def _record_of(self, func: Any, args: Sequence[Any]) -> Call:
         tensors = [x for x in args if isinstance(x, Tensor)]
         name = func.overloadpacket.__name__
         shapes = tuple(tuple(x.shape) for x in tensors)
-        # Of the largest tensor, because lse is float64; a program and a table are integers.
-        numbers = [x for x in tensors if x.is_floating_point()] or tensors
-        dtype = max(numbers, key=Tensor.numel).dtype
+        # The dtype of the largest floating tensor: lse is float64, and tables may be of integers.
+        floating = [x for x in tensors if x.is_floating_point()] or tensors
+        dtype = max(floating, key=Tensor.numel).dtype
         key = (name, shapes, dtype, *_backend(func, args))
         return self._calls.setdefault(key, Call(*key))
 
@@ -161,8 +161,8 @@ class Calls(DispatchMode):
         return as_html(self._rows())
 
     def _rows(self) -> list[list[str]]:
-        """The table with its head; times in ms."""
-        head = ["calls", "operator", "shapes", "dtype", "backend", "reason"]
+        """The table, its header first; times in ms."""
+        header = ["calls", "operator", "shapes", "dtype", "backend", "reason"]
         rows = [
             [
                 str(call.count),
@@ -175,10 +175,10 @@ class Calls(DispatchMode):
             for call in self
         ]
         if self._timed:
-            head.insert(1, "ms")
+            header.insert(1, "ms")
             for row, call in zip(rows, self, strict=True):
                 row.insert(1, f"{call.seconds * 1e3:.3g}")
-        return [head, *rows]
+        return [header, *rows]
 
 
 def _backend(func: Any, args: Sequence[Any]) -> tuple[str, str]:
@@ -186,14 +186,15 @@ def _backend(func: Any, args: Sequence[Any]) -> tuple[str, str]:
     operator = operators.get(func)
     if operator is None:
         return "", ""
-    if args[-1]:  # a backward runs on the backend of its forward
-        return args[-1], ""
+    *_, backend = args
+    if backend:  # a backward runs on the backend of its forward
+        return backend, ""
     tensors, options = operator.split(args)
     explanation = explain_primitive(operator, (*tensors, options))
     return explanation.runs or "", explanation.passed_over
 
 
-def _wait(args: Sequence[Any]) -> None:
+def _wait_for_gpu(args: Sequence[Any]) -> None:
     for x in args:
         if isinstance(x, Tensor) and x.is_cuda:
             torch.cuda.synchronize(x.device)

@@ -25,7 +25,7 @@ from fastattn.compat import is_first_vmap, with_vmap_level, without_vmap_level
 if TYPE_CHECKING:
     from fastattn.library import Operator
 
-_LEVELS = 64  # the maximum nesting of vmaps
+_MAX_LEVELS = 64  # the maximum nesting of vmaps
 
 
 def through_torch_vmap(
@@ -35,16 +35,18 @@ def through_torch_vmap(
     if torch.compiler.is_compiling():  # a compiled backward has no batched gradients
         return function(*grads)
     levels: list[int] = []
-    for level in range(1, _LEVELS + 1):
+    for level in range(1, _MAX_LEVELS + 1):
         if not any(grad is not None and is_first_vmap(grad) for grad in grads):
             break
-        plain = [
+        # The gradients with their hidden dimension of this level in front; None for all others.
+        unwrapped = [
             without_vmap_level(grad, level) if grad is not None and is_first_vmap(grad) else None
             for grad in grads
         ]
-        if any(x is not None for x in plain):
-            function = torch.vmap(function, in_dims=tuple(None if x is None else 0 for x in plain))
-            grads = [old if new is None else new for old, new in zip(grads, plain, strict=True)]
+        if any(x is not None for x in unwrapped):
+            dims = tuple(None if x is None else 0 for x in unwrapped)
+            function = torch.vmap(function, in_dims=dims)
+            grads = [old if new is None else new for old, new in zip(grads, unwrapped, strict=True)]
             levels.append(level)
     results = function(*grads)
     # The last level's dimension comes first, but levels must be added in increasing order.
@@ -54,37 +56,37 @@ def through_torch_vmap(
 
 
 def rule_for_any_size(
-    rule: Callable[..., Any], shaped: Callable[..., Any], returns: int
+    rule: Callable[..., Any], fake: Callable[..., Any], returns: int
 ) -> Callable[..., Any]:
     """A batching rule for any number of examples, made from a rule for at least one example.
 
-    ``shaped`` returns results of the right shapes for the arguments of one example.
+    ``fake`` makes the ``returns`` results of one example, with the right shapes and any values.
     """
 
-    def either(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+    def rule_or_fake(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
         if info.batch_size:
             return rule(info, in_dims, *args)
         pairs = zip(args, in_dims, strict=True)
         example = [x if d is None else x.new_empty(x.movedim(d, 0).shape[1:]) for x, d in pairs]
-        results = shaped(*example)
+        results = fake(*example)
         if returns == 1:
             return results.new_empty((0, *results.shape)), 0
         return tuple(x.new_empty((0, *x.shape)) for x in results), (0,) * returns
 
-    return either
+    return rule_or_fake
 
 
 # --- helpers for the batching rules of the operators ----------------------------------------------
 
 
 def size_of_batch(x: Tensor, mapped: int | None) -> int:
-    """B of a tensor [B, ...] that also has the dimension ``mapped``."""
+    """B of a tensor [B, ...], beside its dimension ``mapped``, if it has one."""
     return x.shape[1 if mapped == 0 else 0]
 
 
 def fold(x: Tensor | None, dim: int | None, n: int, batch: int) -> Tensor | None:
-    """[B, ...], maybe with a mapped dimension of size n at any position -> [n * B, ...]."""
-    if x is None or (dim is None and x.shape[0] == 1 != batch):
+    """[B, ...], maybe with a mapped dimension ``dim`` of size n at any position -> [n * B, ...]."""
+    if x is None or (dim is None and x.shape[0] == 1 != batch):  # all examples broadcast it
         return x
     x = x.unsqueeze(0).expand(n, *x.shape) if dim is None else x.movedim(dim, 0)
     if x.shape[1] != batch:  # a mask shared by the batch
@@ -93,6 +95,7 @@ def fold(x: Tensor | None, dim: int | None, n: int, batch: int) -> Tensor | None
 
 
 def unfold(x: Tensor, n: int) -> Tensor:
+    """[n * B, ...] -> [n, B, ...]."""
     return x.unflatten(0, (n, x.shape[0] // n))
 
 

@@ -18,10 +18,10 @@ __all__ = ["T5", "Decomposed2d", "Disentangled", "Window2d"]
 class T5(NamedTuple):
     """The bias of T5: distances share the rows of a table by buckets of growing size.
 
-    With d = i + offset - j, as for ``alibi_slopes``: half of the buckets are for the past
-    (d >= 0), half for the future if ``bidirectional``; else all are for the past, and d < 0 is in
-    the bucket of 0. Of the buckets of one side, the first half have one distance each. The sizes of
-    the others grow logarithmically up to ``max_distance``; the last one also has all larger
+    With d = i + offset - j, as for ``alibi_slopes``: if ``bidirectional``, half of the buckets are
+    for the past (d >= 0) and half for the future; else all are for the past, and d < 0 is in the
+    bucket of 0. The first half of the buckets of one side hold one distance each. The sizes of
+    the others grow logarithmically up to ``max_distance``; the last one also holds all larger
     distances. Raffel et al. 2020, https://arxiv.org/abs/1910.10683
     """
 
@@ -50,10 +50,10 @@ class Disentangled(NamedTuple):
     .. math:: s_{ij} = scale \cdot ((q_i + u) \cdot k_j + (q_i + v) \cdot R_{b(d)}
               + P_{b(-d)} \cdot k_j)
 
-    in place of :math:`scale \cdot q_i \cdot k_j`; what is left out is 0. The tables have 2 K + 1
-    rows. Without ``max_distance``, each distance has its own row, up to K: b(d) = d + K, clipped to
-    the table. With it, distances up to K / 2 do; the rows of greater distances grow
-    logarithmically, and ``max_distance - 1`` is in row K - 1 of a side:
+    in place of :math:`scale \cdot q_i \cdot k_j`; terms of absent tensors are 0. The tables have
+    2 K + 1 rows. Without ``max_distance``, each distance has its own row, up to K: b(d) = d + K,
+    clipped to the table. With it, distances up to K / 2 do; rows of greater distances hold
+    logarithmically more, and ``max_distance - 1`` is in row K - 1 of a side:
     ``ceil(log(|d| / m) / log((max_distance - 1) / m) * (m - 1)) + m``, with m = K // 2.
 
     DeBERTa has R and P (disentangled attention, He et al. 2021, https://arxiv.org/abs/2006.03654;
@@ -88,24 +88,22 @@ class Decomposed2d(NamedTuple):
         columns. query: [B, Hq, h w, D], of_rows: [2 h - 1, D], of_columns: [2 w - 1, D].
         """
         height, width = (table.shape[0] // 2 + 1 for table in (of_rows, of_columns))
-        if (height * width, of_rows.shape[0] % 2, of_columns.shape[0] % 2) != (
-            query.shape[2],
-            1,
-            1,
-        ):
+        odd = of_rows.shape[0] % 2 and of_columns.shape[0] % 2
+        if height * width != query.shape[2] or not odd:
             raise ValueError(
                 "Decomposed2d.of_tables: of_rows and of_columns must have 2 h - 1 and 2 w - 1 rows "
                 f"for {query.shape[2]} queries of an h x w image, got {of_rows.shape[0]} and "
                 f"{of_columns.shape[0]}"
             )
         image = query.unflatten(2, (height, width))  # [B, Hq, h, w, D]
-        down, across = (_vectors(table) for table in (of_rows, of_columns))
-        rows = image @ down.mT  # [h, D, h], a product for each row
-        columns = (image.transpose(2, 3) @ across.mT).transpose(2, 3)
+        # The vectors of two rows by their distance [h, h, D], and of two columns [w, w, D].
+        row_vectors, column_vectors = (_vectors_of_pairs(table) for table in (of_rows, of_columns))
+        rows = image @ row_vectors.mT
+        columns = (image.transpose(2, 3) @ column_vectors.mT).transpose(2, 3)
         return Decomposed2d(rows.flatten(2, 3), columns.flatten(2, 3))
 
 
-def _vectors(table: Tensor) -> Tensor:
-    """[n, n, D] from [2 n - 1, D]: that of place i and place j is row i - j + n - 1."""
+def _vectors_of_pairs(table: Tensor) -> Tensor:
+    """[n, n, D] from [2 n - 1, D]: places i and j have the vector in row i - j + n - 1."""
     places = torch.arange(table.shape[0] // 2 + 1, device=table.device)
     return table[places[:, None] - places + table.shape[0] // 2]

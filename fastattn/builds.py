@@ -13,7 +13,7 @@ from fastattn._version import __version__
 
 
 def backend(name: str) -> dict[str, Any]:
-    """{"built": bool, "reason": why it is not built, or None}, and the build record."""
+    """{"built": bool, "reason": why it is not built, or None}, and the record of its build."""
     if importlib.util.find_spec(f"fastattn.backends.{name}") is None:
         return {"built": False, "reason": f"fastattn {__version__} has no {name} kernels"}
     if name in ("reference", "torch"):
@@ -22,8 +22,7 @@ def backend(name: str) -> dict[str, Any]:
         version = version_of("triton")
         reason = None if version else "triton is not installed: `pip install triton`"
         return {"built": version is not None, "reason": reason, "version": version}
-    record = build_record()
-    module = record.get("modules", {}).get(name)
+    module = build_record().get("modules", {}).get(name)
     error = native_module(name)["error"]
     if error is None:
         return {**(module or {}), "built": True, "reason": None, "stale": is_stale()}
@@ -37,9 +36,9 @@ def backend(name: str) -> dict[str, Any]:
 
 
 def native_module(name: str) -> dict[str, Any]:
-    """`build_info` of `fastattn._<name>`, or the error."""
+    """The `build_info` of `fastattn._<name>`, or the error of its import; the other one is None."""
     try:
-        importlib.import_module(f"fastattn.backends.{name}")  # importing it sets instruction sets
+        importlib.import_module(f"fastattn.backends.{name}")  # it selects the instruction set
         module = importlib.import_module(f"fastattn._{name}")
         return {"build_info": module.build_info(), "error": None}
     except Exception as error:  # such as a broken library, or an invalid FASTATTN_CPU_ISA
@@ -47,6 +46,7 @@ def native_module(name: str) -> dict[str, Any]:
 
 
 def build_record() -> dict[str, Any]:
+    """The record that setup.py wrote; empty without a native build."""
     try:
         record: dict[str, Any] = json.loads(Path(__file__).with_name("_build.json").read_text())
     except FileNotFoundError:
@@ -58,10 +58,10 @@ def is_stale() -> bool:
     """Whether this is a source tree whose kernels have changed since they were built."""
     package = Path(__file__).parent
     try:
-        built = package.joinpath("_build.json").stat().st_mtime
+        built_at = package.joinpath("_build.json").stat().st_mtime
     except FileNotFoundError:
         return False
-    return any(path.stat().st_mtime > built for path in package.parent.glob("csrc/**/*.*"))
+    return any(path.stat().st_mtime > built_at for path in package.parent.glob("csrc/**/*.*"))
 
 
 def version_of(package: str) -> str | None:

@@ -1,7 +1,8 @@
 """Signature, plan, run: how a repeated call reaches its kernel without being validated again.
 
-The first call of a signature takes the complete path: all checks, the choice of the backend, the
-record of options. The outcome is cached as a plan, which later calls with the same signature run.
+The first call of a signature takes the complete path: all checks of the public function, the choice
+of the backend, the record of options. The outcome is cached as a plan, which later calls with the
+same signature run.
 A signature has everything that the checks and the choice depend on: dtypes, ranks, widths, heads,
 which sizes are equal, which tensors require a gradient, the options and their types, the forced
 backend. It excludes lengths and batch sizes, which the native function checks on every call, so a
@@ -26,14 +27,14 @@ from fastattn.compat import may_plan
 from fastattn.library import Operator
 
 _MAX_PLANS = 4096  # plans of one function; a model has far fewer signatures
-_MAX_VALUES = 64  # of an option that a plan sets in each call
+_MAX_RECORDS = 64  # records of one plan, one for each value of the option that calls replace
 
 
 class Plan:
     """Runs the calls of one signature: an operator on the CPU's kernels, and its options.
 
     A plan takes the tensors in the order of the operator's schema. Leading dimensions of size 1 may
-    be missing, and where the kernel takes them, several may stand for the first.
+    be missing, and where the kernel accepts it, several may stand for the first.
     """
 
     __slots__ = ("_operator", "_records", "_skips", "kernel", "options", "requires_grad", "viewed")
@@ -41,7 +42,7 @@ class Plan:
     def __init__(
         self, operator: Operator, options: Any, requires_grad: bool, viewed: bool = False
     ) -> None:
-        # Whether the complete path made views of the tensors of a call.
+        # Whether the complete path made views of a call's tensors, which the caller must make too.
         self.viewed = viewed
         self._operator, self.options, self.requires_grad = operator, options, requires_grad
         self._records: dict[Any, Any] = {}
@@ -68,7 +69,7 @@ class Plan:
         """The options with one value replaced; a plan always replaces the same option."""
         record = self._records.get(value)
         if record is None:
-            if len(self._records) >= _MAX_VALUES:
+            if len(self._records) >= _MAX_RECORDS:
                 self._records.clear()
             record = self._records[value] = replace(self.options, **{name: value})
         return record
@@ -76,12 +77,12 @@ class Plan:
 
 @functools.cache  # reading a native signature takes longer than the rest of a cache miss
 def _skips_results(kernel: Any) -> bool:
-    """Whether a kernel can leave out all results but the first."""
+    """Whether a kernel has the argument ``only_first``, which leaves out all other results."""
     return kernel is not None and "only_first" in inspect.signature(kernel).parameters
 
 
 class _ChoosingPlan(Plan):
-    """A plan whose backend is chosen in each call, because PyTorch's kernel serves some values."""
+    """A plan that chooses the backend in each call, because PyTorch's kernel serves some values."""
 
     __slots__ = ()
 
@@ -93,7 +94,7 @@ class _ChoosingPlan(Plan):
 
 
 class Plans:
-    """The plans of one public function; all are dropped when the evidence changes.
+    """The plans of one public function; all are dropped when fastattn.evidence changes.
 
     The signature has the heads and columns of the first ``rows`` tensors of a call. The cache has
     two generations: a plan that is used moves to the newer one, and the older one is dropped when
@@ -104,12 +105,12 @@ class Plans:
         self.rows = rows
         self._plans: dict[bytes | None, Any] = {}
         self._older: dict[bytes | None, Any] = {}
-        # The signature of (tensors, rows, options), None if the call needs the complete path.
-        self._sign: Callable[..., bytes | None] = self._load
+        # (tensors, rows, options) -> the signature, None if the call needs the complete path.
+        self._sign: Callable[..., bytes | None] = self._load_and_sign
         evidence.on_change(self._clear)
 
     def find(self, tensors: tuple[Any, ...], *options: Any) -> tuple[bytes | None, Any]:
-        """The signature and the plan of a call, None where the call has none."""
+        """The signature and the plan of a call; each is None if the call has none."""
         if not may_plan():
             return None, None
         signature = self._sign(tensors, self.rows, (dispatch.forced.get(), options))
@@ -150,8 +151,9 @@ class Plans:
     def _clear(self) -> None:
         self._plans, self._older = {}, {}
 
-    def _load(self, tensors: tuple[Any, ...], *args: Any) -> bytes | None:
-        if not getattr(tensors[0], "is_cpu", False):  # loads nothing
+    def _load_and_sign(self, tensors: tuple[Any, ...], *args: Any) -> bytes | None:
+        """Load the native ``signature`` at the first call on the CPU; later calls run it."""
+        if not getattr(tensors[0], "is_cpu", False):
             return None
         cpu = dispatch.load("cpu")
         self._sign = getattr(cpu, "signature", lambda *call: None)
@@ -162,7 +164,7 @@ def plan_of(
     operator: Operator, call: Sequence[Any], requires_grad: bool, viewed: bool = False
 ) -> Plan | None:
     """The plan of an operator's arguments; None if another backend than the CPU's serves them."""
-    # In every mode: the plan also serves calls that compute a gradient.
+    # Even where gradients are disabled: the plan also serves calls that compute them.
     if compat.any_requires_grad(*(call[n] for n in operator.opaque)):
         return None
     kind = Plan
@@ -176,7 +178,7 @@ def plan_of(
 def with_seed(
     operator: Operator, call: tuple[Any, ...], generator: torch.Generator | None = None
 ) -> tuple[Any, ...]:
-    """The arguments of an operator; with dropout they get a seed."""
+    """The arguments of an operator, with a new seed if it has dropout."""
     if call[-1].dropout_p == 0:
         return call
     place = operator.place_of("seed")
@@ -186,9 +188,9 @@ def with_seed(
 def with_arguments_of(
     function: Callable[..., Any], prepare: Callable[[Any], Any]
 ) -> Callable[..., Any]:
-    """``prepare``, which takes a named tuple of the arguments of ``function``, with its signature.
+    """A function with the arguments of ``function`` that passes them to ``prepare`` as one record.
 
-    Keyword-only arguments may be given by position.
+    The record is a named tuple. Keyword-only arguments may also be given by position.
     """
     parameters = inspect.signature(function).parameters
     defaults = [p.default for p in parameters.values() if p.default is not p.empty]

@@ -38,7 +38,7 @@ def check_device(op: str, name: str, x: Tensor, device: torch.device) -> None:
 
 
 def check_dense(op: str, **tensors: Any) -> None:
-    """Check for an operator that raises TypeError for every wrong type."""
+    """Check that tensors are dense, for an operator that raises TypeError for every wrong type."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{op}: {name} must be a Tensor, got {type(x).__name__}")
@@ -47,7 +47,7 @@ def check_dense(op: str, **tensors: Any) -> None:
 
 
 def check_strided(op: str, name: str, x: Any, position: int | None = None) -> None:
-    """Check for an operator with PyTorch's errors; ``position``: in its list of arguments."""
+    """Check that a tensor is dense, with PyTorch's errors; ``position``: among the arguments."""
     if not isinstance(x, Tensor):
         raise wrong_type(op, name, x, "Tensor", position)
     if x.is_nested or x.layout is not torch.strided:
@@ -62,7 +62,7 @@ def shape_of(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
-# ``where`` names the argument, and the operator if its errors do.
+# ``where`` begins the message. It names the argument, and the operator if its other errors do.
 
 
 def check_floating(where: str, x: Tensor) -> None:
@@ -142,6 +142,7 @@ def check_flag(op: str, name: str, value: Any) -> None:
 
 
 def check_real(op: str, name: str, value: Any) -> float:
+    """Return a float, or a value that converts to one; raise the errors of PyTorch's parser."""
     if isinstance(value, (float, torch.SymFloat)):
         return value  # type: ignore[return-value]
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
@@ -172,8 +173,8 @@ def check_dropout(op: str, dropout_p: Any) -> float:
 def check_softcap(op: str, softcap: Any, dtype: torch.dtype) -> float:
     """The softcap for a query of this dtype, 0 if it has no effect.
 
-    Kernels divide by it and multiply with it, so it stays far from the ends of their dtype. Smaller
-    ones give the same weights as the smallest one here, because all scores are equal.
+    Kernels divide and multiply by it, so it is kept far from the limits of their dtype. A smaller
+    softcap gives the same weights as the smallest one here, because all scores are equal.
     """
     cap = check_real(op, "softcap", softcap)
     if not 0.0 < cap < math.inf:
@@ -192,7 +193,7 @@ def score_options(
     """The options that the records of all attention operators have."""
     if scale is not None:
         scale = check_real(op, "scale", scale)
-    elif not compat.sizes_may_change():  # else it is found at run time
+    elif not compat.sizes_may_change():  # otherwise it stays None, to be derived at run time
         scale = default_scale(query.shape[-1]) if query.shape[-1] else 1.0
     cap = 0.0 if softcap is None else check_softcap(op, softcap, query.dtype)
     left, right = (-1, -1) if window is None else check_window(op, window)
@@ -207,8 +208,9 @@ def check_int64(where: str, value: int | torch.SymInt) -> None:
 
 
 def check_window(op: str, window: Any) -> tuple[int, int]:
-    pair = isinstance(window, (tuple, list)) and len(window) == 2
-    if not pair or not all(
+    """Check a window; return its sizes to the left and right, -1 if unlimited."""
+    is_pair = isinstance(window, (tuple, list)) and len(window) == 2
+    if not is_pair or not all(
         isinstance(n, (int, torch.SymInt)) and not isinstance(n, bool) for n in window
     ):
         raise TypeError(f"{op}: window must be None or a pair of ints, got {window!r}")
@@ -314,9 +316,9 @@ def check_sinks(
 def wide(
     op: str, name: str, x: Any, query: Tensor, *, wrong_dtype: type[Exception] = TypeError
 ) -> Tensor:
-    """Return a tensor that is added to scores in the accumulator's dtype.
+    """Return a tensor that is added to scores, in the dtype of the scores.
 
-    It must be float32 or of query's dtype; float64 queries get float64, others float32.
+    It must be float32 or of query's dtype. Scores are float64 for float64, otherwise float32.
     """
     check_strided(op, name, x)
     x = autocast_bias(x)
@@ -330,7 +332,7 @@ def wide(
 
 
 def check_mask(op: str, mask: Any, query: Tensor) -> Tensor:
-    """Check the dtype of a mask of any shape; return it as autocast casts it."""
+    """Check the dtype of a mask of any shape; return it as :func:`autocast_bias` casts it."""
     check_strided(op, "attn_mask", mask)
     mask = autocast_bias(mask)
     if mask.dtype not in (torch.bool, query.dtype, torch.float32):

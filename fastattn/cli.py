@@ -33,7 +33,7 @@ exit codes:
 def build_parser(command: str | None) -> argparse.ArgumentParser:
     """The parser of all commands, with the arguments of `command` only.
 
-    Other commands are not imported.
+    The modules of the other commands are not imported.
     """
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
@@ -59,6 +59,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code; ``argv`` is None for the arguments of the process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in arguments if not word.startswith("-")), None)
     parser = build_parser(command)
@@ -78,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if args.traceback or str(error.name).startswith("fastattn"):
             raise
-        missing = f"it needs {error.name}, which is not installed"
-        print(f"fastattn {args.command}: error: {missing}", file=sys.stderr)
+        reason = f"it needs {error.name}, which is not installed"
+        print(f"fastattn {args.command}: error: {reason}", file=sys.stderr)
         return 2
     except (ValueError, TypeError, RuntimeError, NotImplementedError, OSError) as error:
         if args.traceback:

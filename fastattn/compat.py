@@ -59,7 +59,7 @@ _check_version()
 _folder = Path(torch.__path__[0])
 _openmp.share([_folder / "lib", _folder.with_name("torch.libs")])
 
-# 2.6 to 2.15. ``Class()`` means an instance of the class.
+# PyTorch 2.6 to 2.15 have all of these. ``Class()`` is an instance of the class.
 NAMES = """
     torch._C._are_functorch_transforms_active
     torch._C._len_torch_dispatch_stack
@@ -115,7 +115,7 @@ OPTIONAL = {
 
 
 def _find(path: str) -> Any:
-    """The object of that name; None if PyTorch lacks it, True for an attribute that is None."""
+    """The object at a path of NAMES or OPTIONAL; None if PyTorch lacks it, True if it is None."""
     owner: Any = torch
     for part in path.split(".")[1:]:
         if not hasattr(owner, part.removesuffix("()")):
@@ -125,8 +125,8 @@ def _find(path: str) -> Any:
     return True if owner is None else owner
 
 
-_found = {path: _find(path) for path in (*NAMES, *OPTIONAL)}
-LACKING = [path for path, value in _found.items() if value is None]
+_objects = {path: _find(path) for path in (*NAMES, *OPTIONAL)}
+LACKING = [path for path, value in _objects.items() if value is None]
 MISSING = [path for path in LACKING if path in NAMES]
 if MISSING:
     warn(
@@ -139,30 +139,30 @@ if MISSING:
 # --- interceptors of calls: compilers, transforms, modes, tracers ---------------------------------
 
 
-def _transform_refuses() -> bool:
+def _is_function_refused() -> bool:
     """Whether a ``torch.func`` transform is active: it refuses functions without setup_context."""
     try:
         torch.autograd.Function.apply()
-    except NotImplementedError:
+    except NotImplementedError:  # its forward, which no transform refused
         return False
-    except RuntimeError:
+    except RuntimeError:  # the transform's refusal
         return True
     raise AssertionError("a function without a forward ran")
 
 
 _ZERO = torch.zeros(())
 _compiling = torch.compiler.is_compiling
-_jit_trace: Callable[[], Any] = _found["torch._C._get_tracing_state"]
+_jit_trace: Callable[[], Any] = _objects["torch._C._get_tracing_state"]
 # Whether a transform of torch.func is active.
-transforms_active: Callable[[], bool] = _found["torch._C._are_functorch_transforms_active"]
+transforms_active: Callable[[], bool] = _objects["torch._C._are_functorch_transforms_active"]
 # The number of modes below the dispatcher.
-_dispatch_modes: Callable[[], int] = _found["torch._C._len_torch_dispatch_stack"]
+_dispatch_modes: Callable[[], int] = _objects["torch._C._len_torch_dispatch_stack"]
 if MISSING:
-    transforms_active = _transform_refuses
+    transforms_active = _is_function_refused
     _dispatch_modes = lambda: sys.maxsize  # noqa: E731  (no call skips the dispatcher)
 
 # Whether autocast is on for any device; the alternative for the CPU is slower.
-any_autocast: Callable[[], bool] = _found["torch._C._is_any_autocast_enabled"] or (
+any_autocast: Callable[[], bool] = _objects["torch._C._is_any_autocast_enabled"] or (
     lambda: torch.is_autocast_enabled("cpu")
 )
 
@@ -173,7 +173,7 @@ def forward_mode() -> bool:
         return forward_ad._current_level >= 0
     if _compiling():
         return False
-    try:
+    try:  # make_dual() raises outside of a level of forward mode
         forward_ad.make_dual(_ZERO, _ZERO)
     except RuntimeError:
         return False
@@ -191,9 +191,9 @@ def is_unintercepted(modes: int = 0) -> bool:
 
 
 def may_plan() -> bool:
-    """Whether a call may run a plan: ``is_unintercepted()``, and no autocast.
+    """Whether a call may run a plan of fastattn.call: ``is_unintercepted()``, and no autocast.
 
-    One function, because every call needs both.
+    Every call checks this, so it is written out as one expression.
     """
     return not (
         _compiling()
@@ -221,22 +221,21 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def constant_for_compiler(function: Function) -> Function:
     """Let the compiler call a function while it traces, and keep the answer.
 
-    2.13 to 2.13; other versions were not checked. Without the attribute the compiler looks inside,
-    as ``torch.compiler.assume_constant_result`` says, whose call imports the compiler.
+    ``torch.compiler.assume_constant_result`` does the same, but its call imports the compiler.
+    Checked with PyTorch 2.13 only; another version may ignore it, and trace the function.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def is_symbolic_number(x: int) -> bool:
-    """Whether the compiler keeps this number as a symbol. 2.13; other versions were not checked."""
+    """Whether the compiler keeps this number as a symbol; checked with PyTorch 2.13 only."""
     if not torch.compiler.is_dynamo_compiling():
         return False
     return not torch.fx.experimental.symbolic_shapes.has_static_value(x)
 
 
-# Whether the compiler can look into the recorders of a score_mod and its mode. 2.13; other versions
-# were not checked.
+# Whether the compiler can trace the recorders of a score_mod; checked with PyTorch 2.13 only.
 COMPILES_RECORDERS = (_version() or OLDEST) >= (2, 13)
 
 
@@ -270,10 +269,10 @@ class _NoDispatchMode:
 
 
 # The base class for modes, which intercept the dispatcher's calls.
-DispatchMode: Any = _found["torch.utils._python_dispatch.TorchDispatchMode"] or _NoDispatchMode
+DispatchMode: Any = _objects["torch.utils._python_dispatch.TorchDispatchMode"] or _NoDispatchMode
 
 
-class _Onlooker(DispatchMode):
+class _PassiveMode(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -282,12 +281,12 @@ class _Onlooker(DispatchMode):
 
 def through_the_dispatcher() -> contextlib.AbstractContextManager[Any]:
     """A context in which no call skips the dispatcher."""
-    return contextlib.nullcontext() if MISSING else _Onlooker()
+    return contextlib.nullcontext() if MISSING else _PassiveMode()
 
 
 def tensors_without_memory() -> contextlib.AbstractContextManager[Any]:
     """A context in which tensors have no memory and calls compute nothing."""
-    mode: Any = _found["torch._subclasses.fake_tensor.FakeTensorMode"] or _NoDispatchMode
+    mode: Any = _objects["torch._subclasses.fake_tensor.FakeTensorMode"] or _NoDispatchMode
     context: contextlib.AbstractContextManager[Any] = mode(allow_non_fake_inputs=True)
     return context
 
@@ -295,20 +294,21 @@ def tensors_without_memory() -> contextlib.AbstractContextManager[Any]:
 def _traced_graph() -> Any:
     """The joint graph of a forward and its backward that is being traced, or None.
 
-    2.13 to 2.13; other versions were not checked. Without: None, and a seed may be drawn twice.
+    Checked with PyTorch 2.13 only. If None, a backward may draw its seed again.
     """
     tracer: Any = sys.modules.get("torch.fx.experimental.proxy_tensor")
     mode = tracer.get_proxy_mode() if hasattr(tracer, "get_proxy_mode") else None
     graph = getattr(getattr(mode, "tracer", None), "graph", None)
     inputs = [] if graph is None else graph.find_nodes(op="placeholder")
+    # The gradients of the outputs are inputs of a joint graph, named tangents.
     return graph if any("tangents" in node.name for node in inputs) else None
 
 
-def forward_may_run_again() -> bool:
+def may_recompute_forward() -> bool:
     """Whether the backward of the graph that is being traced may recompute parts of its forward.
 
-    The compiler's configuration or the budget of a region allows it. 2.13 to 2.13; other versions
-    were not checked. Without: only the configuration counts.
+    The compiler's configuration allows it, or the memory budget of a region. Checked with PyTorch
+    2.13 only: where a region has no budget, only the configuration counts.
     """
     if _traced_graph() is None:
         return False
@@ -319,13 +319,15 @@ def forward_may_run_again() -> bool:
     return budget < 1 or getattr(config, "aggressive_recomputation", True)
 
 
-def run_again_with_same_state() -> None:
+def keep_random_state_of_last_node() -> None:
     """Mark the random operator traced last as part of a checkpointed region.
 
-    2.13 to 2.13; other versions were not checked. Without: the mark has no effect.
+    If the backward recomputes it, the compiler then restores the generator's state of the forward.
+    Checked with PyTorch 2.13 only: a version that does not read these marks ignores them.
     """
     node = next(iter(reversed(_traced_graph().nodes)))
     policy = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
+    # A user's checkpoint has set both marks; its regions are numbered from 1, so 0 is a new one.
     node.meta.setdefault("recompute", policy)
     node.meta.setdefault("ac_graph_id", 0)
 
@@ -333,8 +335,8 @@ def run_again_with_same_state() -> None:
 # --- tensors that a kernel may read ---------------------------------------------------------------
 
 # A tensor whose storage was freed, as FSDP does, has the address 0, or, if it is a view, its offset
-# in bytes. So addresses below this one are looked at twice (`was_freed`).
-_LOW = 2**32
+# in bytes. So a tensor below this address may be freed; `was_freed` tells.
+_LOWEST_ADDRESS = 2**32
 _EXACT_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
@@ -345,7 +347,7 @@ def has_strided_memory(x: Tensor) -> bool:
     gradients; a tensor that outlived ``torch.func``), or a sparse tensor.
     """
     try:
-        return not x.is_neg() and (x.data_ptr() >= _LOW or x.numel() == 0)
+        return not x.is_neg() and (x.data_ptr() >= _LOWEST_ADDRESS or x.numel() == 0)
     except RuntimeError:  # it has no address
         return False
 
@@ -356,16 +358,16 @@ def was_freed(x: Tensor) -> bool:
 
 
 def runs_eagerly(*tensors: Tensor | None) -> bool:
-    """Whether these tensors have strided memory, and no transform or mode is active.
+    """Whether these are ordinary tensors with strided memory, and no transform or mode is active.
 
     If False, the call goes through ``torch.ops``, where the tracer, the transform or the subclass
     intercepts it.
     """
     if not (is_unintercepted() and _EXACT_TYPES.issuperset(map(type, tensors))):
         return False
-    try:  # as has_strided_memory(), without a call for each
+    try:  # has_strided_memory() of each tensor, inlined
         for x in tensors:
-            if x is not None and (x.is_neg() or (x.data_ptr() < _LOW and x.numel())):
+            if x is not None and (x.is_neg() or (x.data_ptr() < _LOWEST_ADDRESS and x.numel())):
                 return False
     except RuntimeError:
         return False
@@ -385,27 +387,27 @@ def is_eager_on_cpu(*tensors: Tensor | None) -> bool:
 # Autograd functions of a single level, the permission to call one under a transform, and the call
 # to the level below. Only the fast route uses them.
 SingleLevelFunction: Any = torch.autograd.Function
-single_level: Any = _found["torch._functorch.utils.enable_single_level_autograd_function"]
-below_autograd: Any = _found["torch._C._AutoDispatchBelowAutograd"]
+single_level: Any = _objects["torch._functorch.utils.enable_single_level_autograd_function"]
+below_autograd: Any = _objects["torch._C._AutoDispatchBelowAutograd"]
 if not MISSING:
     _key = {"_compiled_autograd_key": torch.autograd.Function._compiled_autograd_key}
-    _base: Any = _found["torch.autograd.function._SingleLevelFunction"]
+    _base: Any = _objects["torch.autograd.function._SingleLevelFunction"]
     # With the key by which PyTorch compiles a backward, which only autograd.Function has.
     SingleLevelFunction = type("SingleLevelFunction", (_base,), _key)
 
 
-def _any_of_them_requires_grad(*args: Any) -> bool:
+def _any_argument_requires_grad(*args: Any) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in args)
 
 
 # Whether an argument is a tensor that requires a gradient. The compiler cannot trace PyTorch's
 # function, which is called in traced code if the fast route is off.
 any_requires_grad: Callable[..., bool] = (
-    _found["torch._C._any_requires_grad"] or _any_of_them_requires_grad
+    _objects["torch._C._any_requires_grad"] or _any_argument_requires_grad
 )
 
 if MISSING:
-    any_requires_grad = _any_of_them_requires_grad
+    any_requires_grad = _any_argument_requires_grad
 
     def run_outside(function: Callable[..., Any], *args: Any) -> Any:
         """Call the function where no mode, transform or tracer is at work: in a new thread."""
@@ -432,10 +434,10 @@ else:
 
 
 # DLPack's table of functions that read tensors in C; if None, the core calls the tensors' methods.
-exchange_interface: Any = _found["torch.Tensor.__dlpack_c_exchange_api__"]
+exchange_interface: Any = _objects["torch.Tensor.__dlpack_c_exchange_api__"]
 # A tensor of a subclass with this size, dtype and device; all its operators call
 # ``__torch_dispatch__``.
-wrapper_tensor: Callable[..., Any] = _found["torch.Tensor()._make_wrapper_subclass"]
+wrapper_tensor: Callable[..., Any] = _objects["torch.Tensor()._make_wrapper_subclass"]
 
 
 def may_be_view(x: Tensor) -> bool:
@@ -448,7 +450,7 @@ def may_be_view(x: Tensor) -> bool:
 # PyTorch's legacy ``vmap``, which torch.autograd.grad(is_grads_batched=True) uses: one function
 # hides a dimension of a tensor as a level, the other restores it. Without them, that ``vmap`` calls
 # fastattn's operators once for each example.
-is_first_vmap: Callable[[Tensor], bool] = _found["torch._C._functorch.is_legacy_batchedtensor"]
+is_first_vmap: Callable[[Tensor], bool] = _objects["torch._C._functorch.is_legacy_batchedtensor"]
 if MISSING:
     is_first_vmap = lambda _: False  # noqa: E731
 
@@ -461,9 +463,9 @@ def with_vmap_level(x: Tensor, dim: int, level: int) -> Tensor:
 
 def without_vmap_level(x: Tensor, level: int) -> Tensor | None:
     """The tensor with its hidden dimension in front; None if it has no such level."""
-    # A tensor without this level is expanded to the given size; others keep their own size.
-    one, two = (torch._remove_batch_dim(x, level, size, 0) for size in (1, 2))
-    return one if one.shape[0] == two.shape[0] else None
+    # PyTorch expands a tensor without this level to the size of the call; others keep their size.
+    of_one, of_two = (torch._remove_batch_dim(x, level, size, 0) for size in (1, 2))
+    return of_one if of_one.shape[0] == of_two.shape[0] else None
 
 
 # --- modules --------------------------------------------------------------------------------------
@@ -487,9 +489,9 @@ def children_of(module: torch.nn.Module) -> dict[str, Any]:
 def have_hooks(
     modules: Iterable[torch.nn.Module], harmless: Callable[[Callable[..., Any]], bool]
 ) -> bool:
-    """Whether one of these modules has a hook, or an instance's ``forward``, that must be called.
+    """Whether one of these modules has a hook, or its own ``forward``, that must be called.
 
-    ``harmless`` says which hooks do nothing.
+    ``harmless(hook)`` says whether a hook of a module does nothing.
     """
     if MISSING:
         return True
@@ -502,8 +504,8 @@ def have_hooks(
     return has_global_hook()
 
 
-# Hooks of all modules by their numbers. PyTorch 2.6 has no function that looks into all of them.
-_global_hooks = [value for path, value in _found.items() if "._global_" in path]
+# The dictionaries of global hooks. PyTorch 2.6 has no function that looks into all of them.
+_global_hooks = [value for path, value in _objects.items() if "._global_" in path]
 
 
 def has_global_hook() -> bool:
@@ -517,7 +519,7 @@ def hooks_of(module: torch.nn.Module) -> tuple[dict[Any, Any], dict[Any, Any]]:
 
 
 def state_of(module: torch.nn.Module) -> list[dict[str, Any]]:
-    """The dictionaries that change whenever `have_hooks` or a part of the module does."""
+    """The dictionaries that hold a module's parts and hooks; equal copies mean an equal module."""
     return [vars(module), module._parameters, module._buffers, module._modules, *hooks_of(module)]
 
 
@@ -545,21 +547,21 @@ def has_own_blocks(layer: torch.nn.Module) -> bool:
 
 
 # The checks of nn.MultiheadAttention's arguments. Without them, later code raises other errors.
-mha_is_batched: Callable[..., bool] = _found["torch.nn.functional._mha_shape_check"] or (
+mha_is_batched: Callable[..., bool] = _objects["torch.nn.functional._mha_shape_check"] or (
     lambda query, *_: query.dim() == 3
 )
-canonical_mask: Any = _found["torch.nn.functional._canonical_mask"]
+canonical_mask: Any = _objects["torch.nn.functional._canonical_mask"]
 
 # --- PyTorch's kernels ----------------------------------------------------------------------------
 
 # The fused attention of the CPU and of GPUs, and which kernel PyTorch would choose: the public
 # function may silently choose the slow one. If one is None, the backend `torch` declines.
 _FLASH = "torch.ops.aten._scaled_dot_product_flash_attention"
-flash_cpu: Any = _found[f"{_FLASH}_for_cpu.default"]
-flash_cpu_backward: Any = _found[f"{_FLASH}_for_cpu_backward.default"]
-fused_choice: Any = _found["torch._fused_sdp_choice"]
-flash_cuda: Any = _found[f"{_FLASH}.default"]
-flash_cuda_backward: Any = _found[f"{_FLASH}_backward.default"]
+flash_cpu: Any = _objects[f"{_FLASH}_for_cpu.default"]
+flash_cpu_backward: Any = _objects[f"{_FLASH}_for_cpu_backward.default"]
+fused_choice: Any = _objects["torch._fused_sdp_choice"]
+flash_cuda: Any = _objects[f"{_FLASH}.default"]
+flash_cuda_backward: Any = _objects[f"{_FLASH}_backward.default"]
 
 # The original implementation of `aten::scaled_dot_product_attention`, whatever is registered for
 # it. `decompose` looks the kernel up in each call.
@@ -581,16 +583,17 @@ def written_as_steps(operation: Any) -> Callable[..., Any]:
 # oneDNN's inner product (x, weight, bias, "none", [], ""); if None, the caller uses another GEMM.
 onednn_linear: Any | None = None
 if torch.backends.mkldnn.is_available():
-    onednn_linear = _found["torch.ops.mkldnn._linear_pointwise.default"]
+    onednn_linear = _objects["torch.ops.mkldnn._linear_pointwise.default"]
 
 
-def _answer(path: str) -> bool:
+def _is_true(path: str) -> bool:
+    """Whether PyTorch has the function at this path, and it returns true."""
     try:
-        return _found[path] is not None and bool(_found[path]())
+        return _objects[path] is not None and bool(_objects[path]())
     except RuntimeError:  # declared, but not built
         return False
 
 
 # Whether oneDNN has 16-bit arithmetic on this processor.
-onednn_has_bfloat16 = _answer("torch.ops.mkldnn._is_mkldnn_bf16_supported")
-onednn_has_float16 = _answer("torch.ops.mkldnn._is_mkldnn_fp16_supported")
+onednn_has_bfloat16 = _is_true("torch.ops.mkldnn._is_mkldnn_bf16_supported")
+onednn_has_float16 = _is_true("torch.ops.mkldnn._is_mkldnn_fp16_supported")

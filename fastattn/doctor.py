@@ -34,9 +34,17 @@ NEEDED_FEATURE = {
 
 REINSTALL = "`pip install --force-reinstall --no-deps --no-cache-dir fastattn`, or `make build`"
 
-# How to fix a build that lacks an instruction set, by words of the reason, which csrc/plans/cpu.py
-# writes.
-CURES = {
+# How to fix a missing native core: the first whose words are in the reason. csrc/plans writes the
+# reasons of the build, csrc/cpu/isa.cpp the one of FASTATTN_CPU_ISA. Words, level, fix.
+_INSTALL = "install a C++17 compiler with OpenMP (Debian: `apt-get install g++`), then "
+FIXES_OF_CORE = (
+    ("FASTATTN_CPU_ISA", "problem", "unset FASTATTN_CPU_ISA"),
+    ("on Linux only", "note", "use Linux, for example in WSL or a container"),
+    ("compiler", "problem", _INSTALL + REINSTALL),
+    ("", "problem", REINSTALL),
+)
+# How to build again with a missing instruction set, by words of the reason from csrc/plans/cpu.py.
+FIXES_OF_BUILD = {
     "not requested": "without FASTATTN_CPU_ISAS=native",
     " rejects ": "with a newer compiler",
 }
@@ -67,8 +75,8 @@ def _linear_layers() -> dict[str, dict[str, float]]:
     for dtype in (torch.float32, *scalar) if scalar else ():
         x, weight = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
         speeds[str(dtype).removeprefix("torch.")] = {
-            name: 2e-9 * m * k * n / min(timeit.repeat(call, number=1, repeat=10))
-            for name, call in {
+            gemm: 2e-9 * m * k * n / min(timeit.repeat(call, number=1, repeat=10))
+            for gemm, call in {
                 "torch": functools.partial(torch.nn.functional.linear, x, weight),
                 "ours": functools.partial(linear, x, weight),
             }.items()
@@ -82,7 +90,7 @@ def _subnormal_slowdown() -> float:
     out = torch.empty_like(x)
     normal, subnormal = (
         min(timeit.repeat(functools.partial(torch.mul, x, y, out=out), number=1, repeat=20))
-        for y in (2.0**-10, 2.0**-40)
+        for y in (2.0**-10, 2.0**-40)  # a float32 below 2**-126 is subnormal
     )
     return subnormal / normal
 
@@ -93,7 +101,7 @@ def _subnormal_slowdown() -> float:
 def torch_version(facts: Facts) -> Finding | None:
     """A torch newer than every tested version, or without names that the fast route needs.
 
-    A version out of range stops the import.
+    The import of fastattn raises for a version out of the supported range.
     """
     newest = ".".join(map(str, compat.NEWEST_TESTED))
     if facts["fast_route_lacks"]:
@@ -113,26 +121,20 @@ def torch_version(facts: Facts) -> Finding | None:
 
 
 def native_core(facts: Facts) -> Finding | None:
-    """Kernels for the CPU that are not built, or cannot be loaded."""
+    """A native core, the module with the kernels for the CPU, that is not built or not loaded."""
     backend = facts["backends"]["cpu"]
     if backend["built"]:
         return None
     reason = backend["reason"]
-    what = f"there are no kernels for the CPU, so all calls run in plain PyTorch: {reason}"
-    if "FASTATTN_CPU_ISA" in reason:
-        return Finding("problem", what, "unset FASTATTN_CPU_ISA")
-    if "on Linux only" in reason:
-        return Finding("note", what, "use Linux, for example in WSL or a container")
-    if "compiler" in reason:
-        fix = "install a C++17 compiler with OpenMP (Debian: `apt-get install g++`), then "
-        return Finding("problem", what, fix + REINSTALL)
-    return Finding("problem", what, REINSTALL)
+    what = f"there is no native core, so all calls on the CPU run in plain PyTorch: {reason}"
+    level, fix = next((level, fix) for words, level, fix in FIXES_OF_CORE if words in reason)
+    return Finding(level, what, fix)
 
 
 def cuda_kernels(facts: Facts) -> Finding | None:
     """CUDA kernels that are installed but cannot be used, such as kernels of another version."""
     reason = facts["backends"]["cuda"]["reason"] or ""
-    _, unusable, error = reason.partition("cannot be used: ")
+    _, unusable, error = reason.partition("cannot be used: ")  # fastattn.builds writes it
     if not unusable:
         return None
     fix = f"`pip install fastattn-cuda=={__version__}`, or `pip uninstall fastattn-cuda`"
@@ -140,7 +142,7 @@ def cuda_kernels(facts: Facts) -> Finding | None:
 
 
 def fresh_build(facts: Facts) -> Finding | None:
-    """Kernels that were built from older sources."""
+    """A native core that was built from older sources."""
     if not facts["backends"]["cpu"].get("stale"):
         return None
     return Finding("problem", "csrc has changed since the kernels were built", "`make build`")
@@ -148,7 +150,7 @@ def fresh_build(facts: Facts) -> Finding | None:
 
 def measured_gpu(facts: Facts) -> Finding | None:
     """A GPU on which fastattn's kernels are unverified, so PyTorch's or the reference run."""
-    sources = [made["source"] for made in facts["choices"] if made["device"] == "cuda"]
+    sources = [choice["source"] for choice in facts["choices"] if choice["device"] == "cuda"]
     if evidence.UNVERIFIED not in sources:
         return None
     what = "our kernels are unverified on this GPU, so PyTorch's or the slow reference run"
@@ -160,7 +162,7 @@ def complete_build(facts: Facts) -> Finding | None:
     left_out = facts["backends"]["cpu"].get("left_out") or {}
     if facts["isa"] is None:  # native_core says why
         return None
-    usable = ["baseline"] + [
+    usable = ["baseline"] + [  # here, if the build had them all
         isa for isa, feature in NEEDED_FEATURE.items()
         if isa in facts["isa"]["supported"]
         or (isa in left_out and feature in facts["cpu"]["features"])
@@ -170,17 +172,17 @@ def complete_build(facts: Facts) -> Finding | None:
     reasons = {isa: left_out[isa] for isa in usable if isa in chosen and isa in left_out}
     if not reasons:
         return None
-    cures = [cure for words, cure in CURES.items() if any(words in why for why in reasons.values())]
+    lacking = "; ".join(f"{isa}: {reason}" for isa, reason in reasons.items())
+    fixes = [fix for words, fix in FIXES_OF_BUILD.items() if words in lacking]
     return Finding(
         "problem",
-        "the build lacks instruction sets that are the choice for this processor: "
-        + "; ".join(f"{isa}: {why}" for isa, why in reasons.items()),
-        f"build again {' and '.join(cures) or 'on this machine'}: {REINSTALL}",
+        f"the build lacks instruction sets that are the choice for this processor: {lacking}",
+        f"build again {' and '.join(fixes) or 'on this machine'}: {REINSTALL}",
     )
 
 
 def instruction_set(facts: Facts) -> Finding | None:
-    """FASTATTN_CPU_ISA, where it forces another instruction set than the measured choice."""
+    """FASTATTN_CPU_ISA, if it forces another instruction set than the measured choice."""
     forced, isa = facts["environment"].get("FASTATTN_CPU_ISA"), facts["isa"]
     if not forced or isa is None:
         return None
@@ -196,6 +198,7 @@ def instruction_set(facts: Facts) -> Finding | None:
 
 def tiles(facts: Facts) -> Finding | None:
     """AMX tiles that the processor has and the system does not let this process use."""
+    # csrc/cpu/processor.cpp writes the reason.
     reason = ((facts["isa"] or {}).get("unsupported") or {}).get("amx_bf16", "")
     if not reason.startswith(("Linux refuses", "the system does not save")):
         return None
@@ -223,6 +226,7 @@ def one_openmp(facts: Facts) -> Finding | None:
 
 
 def _cores(facts: Facts) -> int:
+    """The cores that this process may use; all of them where the system does not say."""
     return facts["cpu"]["usable_cores"] or facts["cpu"]["cores"]
 
 
@@ -238,11 +242,11 @@ def threads(facts: Facts) -> Finding | None:
         )
     else:
         return None
-    fit = max(1, math.floor(min(cores, quota or cores)))
+    best = max(1, math.floor(min(cores, quota or cores)))
     return Finding(
         "problem",
         f"torch runs {running} threads {what}",
-        f"OMP_NUM_THREADS={fit}, or torch.set_num_threads({fit})",
+        f"OMP_NUM_THREADS={best}, or torch.set_num_threads({best})",
     )
 
 
@@ -279,13 +283,13 @@ def subnormals(facts: Facts) -> Finding | None:
 
 def linear_layers(facts: Facts) -> Finding | None:
     """16-bit linear layers that PyTorch computes by scalar code."""
-    speeds = {name: gemms for name, gemms in facts["linear_layers"].items() if name != "float32"}
+    speeds = {dtype: gemms for dtype, gemms in facts["linear_layers"].items() if dtype != "float32"}
     if not speeds:
         return None
-    wide = facts["linear_layers"]["float32"]["torch"]
-    slow = ", ".join(f"{name} at {gemms['torch']:.0f}" for name, gemms in speeds.items())
-    fast = ", ".join(f"{name} {gemms['ours']:.0f}" for name, gemms in speeds.items())
-    what = f"PyTorch's linear layers run in {slow} GFLOP/s here, in float32 at {wide:.0f}"
+    float32 = facts["linear_layers"]["float32"]["torch"]
+    slow = ", ".join(f"{dtype} at {gemms['torch']:.0f}" for dtype, gemms in speeds.items())
+    fast = ", ".join(f"{dtype} {gemms['ours']:.0f}" for dtype, gemms in speeds.items())
+    what = f"PyTorch's linear layers run in {slow} GFLOP/s here, in float32 at {float32:.0f}"
     return Finding("note", what, f"`fastattn.accelerate(model)` makes it {fast}")
 
 

@@ -57,11 +57,10 @@ def flash_attn_func(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
-        None,
-        dropout_p,
-        causal,
-        softmax_scale,
-        True,
+        dropout_p=dropout_p,
+        is_causal=causal,
+        scale=softmax_scale,
+        enable_gqa=True,
         window=window_size,
         softcap=softcap or None,
         alibi_slopes=alibi_slopes,
@@ -93,8 +92,8 @@ def flash_attn_qkvpacked_func(
     return flash_attn_func(q, k, v, *options, deterministic, return_attn_probs)
 
 
-def _number(length: int | Tensor) -> Any:
-    """Convert an integer tensor without dimensions to a number; leave anything else unchanged."""
+def _as_int(length: int | Tensor) -> Any:
+    """Convert an integer tensor without dimensions to an int; leave anything else unchanged."""
     if isinstance(length, Tensor) and length.ndim == 0 and not length.is_floating_point():
         return int(length)
     return length
@@ -133,7 +132,7 @@ def flash_attn_varlen_func(
     :func:`flash_attn_with_kvcache` reads the pages in place.
     """
     _refuse_probabilities("flash_attn_varlen_func", return_attn_probs, dropout_p)
-    longest_q, longest_k = _number(max_seqlen_q), _number(max_seqlen_k)
+    longest_q, longest_k = _as_int(max_seqlen_q), _as_int(max_seqlen_k)
     if block_table is not None:
         k, v = gather_pages(q, k, v, cu_seqlens_k, longest_k, block_table)
     result = varlen_attention(
@@ -144,9 +143,9 @@ def flash_attn_varlen_func(
         cu_seqlens_k,
         longest_q,
         longest_k,
-        dropout_p,
-        causal,
-        softmax_scale,
+        dropout_p=dropout_p,
+        is_causal=causal,
+        scale=softmax_scale,
         window=window_size,
         softcap=softcap or None,
         alibi_slopes=alibi_slopes,
@@ -195,15 +194,16 @@ def flash_attn_with_kvcache(
     name = "flash_attn_with_kvcache"
     if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, q if k is None else k)):
         raise ValueError(f"{name}: q and k must be tensors of shape [B, L, H, D]")
-    as_flash = rotary_cos is not None and rotary_positions is None
-    if as_flash and k is not None and q.shape[1] != k.shape[1]:
+    # flash-attn rotates query i as new key i if they are ordered, else all queries as the first.
+    default_rotation = rotary_cos is not None and rotary_positions is None
+    if default_rotation and k is not None and q.shape[1] != k.shape[1]:
         raise NotImplementedError(
             f"{name}: with rotary_cos each new key must have its query, got "
             f"{q.shape[1]} queries and {k.shape[1]} new keys; else rotate q and k before the call"
         )
-    windowed = window_size is not None and check_window(name, window_size) != (-1, -1)
-    ordered = causal or windowed or mask is not None
-    if as_flash and not ordered and q.shape[1] > 1:
+    has_window = window_size is not None and check_window(name, window_size) != (-1, -1)
+    is_ordered = causal or has_window or mask is not None
+    if default_rotation and not is_ordered and q.shape[1] > 1:
         raise NotImplementedError(
             f"{name}: rotary_cos with several queries needs causal, a window_size, "
             "a mask or rotary_positions; else rotate q and k before the call"

@@ -54,7 +54,7 @@ def collect() -> dict[str, Any]:
 
 
 def _choices() -> list[dict[str, str]]:
-    """The choices for this machine, and the evidence for them."""
+    """The choices of fastattn.evidence for this machine, and the reasons for them."""
     queries = [("cpu", "backends", ATTENTION), ("cpu", "isa", ""), ("cpu", "gemm", "")]
     if evidence.processor("cuda").name:
         queries.append(("cuda", "backends", ATTENTION))
@@ -64,13 +64,13 @@ def _choices() -> list[dict[str, str]]:
             row = evidence.choose(what, device, op, dtype)
             use = _use_text(row.use)
             use += f" (from {row.least_queries} queries on)" * (row.least_queries > 0)
-            names = {"device": device, "choice": what, "dtype": str(dtype).removeprefix("torch.")}
-            choices.append({**names, "use": use, "source": row.because})
+            choice = {"device": device, "choice": what, "dtype": str(dtype).removeprefix("torch.")}
+            choices.append({**choice, "use": use, "source": row.because})
     return choices
 
 
 def _use_text(use: Any) -> str:
-    """The order of backends, an instruction set, or the fields of a Gemm that are set."""
+    """A choice as text: an order of backends, an instruction set, or the set fields of a Gemm."""
     if isinstance(use, Gemm):
         fields = ((name, "∞" if x == ANY else x) for name, x in use._asdict().items() if x)
         return ", ".join(f"{name}={x}" for name, x in fields)
@@ -78,6 +78,7 @@ def _use_text(use: Any) -> str:
 
 
 def _cpu() -> dict[str, Any]:
+    """The processor, its cores, and how many of them this process may use."""
     fields = cpuinfo()  # empty if not on Linux: fall back to `platform`
     flags = (fields.get("flags") or fields.get("Features") or "").split()
     return {
@@ -175,7 +176,10 @@ def _choice_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     for choice in facts["choices"]:
         key = (f"{choice['device']} {choice['choice']}", choice["use"], choice["source"])
         rows.setdefault(key, []).append(choice["dtype"])
-    return [(what, f"{', '.join(d)}: {use} [{source}]") for (what, use, source), d in rows.items()]
+    return [
+        (name, f"{', '.join(dtypes)}: {use} [{source}]")
+        for (name, use, source), dtypes in rows.items()
+    ]
 
 
 def _backend_text(name: str, facts: dict[str, Any]) -> str:

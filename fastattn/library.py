@@ -71,14 +71,14 @@ class Operator:
     """One primitive, callable on any kind of tensor; see the module's docstring.
 
     A result with the name of an option is empty unless the option is set. ``sizes`` computes the
-    sizes of results that are no sizes of tensors, from the options and the known sizes. The first
-    result has the memory order of the tensor ``out_like``. ``fake`` makes the results of the
-    compiler where this does not declare them. ``opaque`` names tensors
-    that the kernels treat as constants: if one of them requires a gradient, the reference runs
-    instead. ``recomputed`` names tensors that a derivative through the reference does not read.
-    ``not_in_onnx`` maps names of tensors to the reason why a call with them cannot become a part of
-    an ONNX graph; the key "" is a graph of ``torch.export``. ``derived`` computes an option that is
-    None from the tensors, at run time: during tracing this would specialize the graph to one size.
+    sizes of results that no tensor has, from the options and the known sizes. The first result has
+    the memory order of the tensor ``out_like``. ``fake`` makes empty results where these rules do
+    not describe them. ``opaque`` names tensors that the kernels treat as constants: if one of them
+    requires a gradient, the reference runs instead. ``recomputed`` names results of a forward
+    that its backward operator reads, but the reference computes again: they get no gradient.
+    ``not_in_onnx`` maps names of tensors to the reason why an ONNX graph cannot hold a call with
+    them; its key "" is for a graph of ``torch.export``. ``derived`` computes an option that is None
+    from the tensors, at run time: during tracing this would specialize the graph to one size.
     ``checked_by`` names the backends whose kernels check that their tensors have memory.
     ``formula`` is a derivative without a backward operator, (options, *grads) -> the gradient of
     the first tensor. ``vmap`` is a batching rule; None folds the mapped dimension into the batch
@@ -111,7 +111,7 @@ class Operator:
         self.declared, self.returned = Declared(tensors), Declared(results)
         self.names, self.results = [*self.declared.shapes], [*self.returned.shapes]
         self.returns = len(self.results)
-        self._tensors = len(self.names)
+        self._tensor_count = len(self.names)
         self.options = options
         self.opaque = [self.names.index(name) for name in opaque]
         self._recomputed = {self.names.index(name) for name in recomputed}
@@ -128,74 +128,74 @@ class Operator:
         self._fake = fake or self._declared_results
 
         if derivative is not None:
-            self.backward = derivative.operator_of(self)
+            self.backward = derivative.backward_of(self)
         self.gradient = Gradient(self, derivative, formula)
         self.with_gradient = self.gradient.function(self.run, eager=True)
         self.planned, self.planned_first = map(self.gradient.function_of_plans, (False, True))
-        self._traced = self.gradient.function(self._below_autograd, eager=False)
+        self._differentiated = self.gradient.function(self._below_autograd, eager=False)
         arguments = (self.declared.schema(), schema_of(options), "str backend")
-        returned = ", ".join(["Tensor"] * self.returns)
-        returned = f"({returned})" if self.returns > 1 else returned
-        schema = f"{name}({', '.join(filter(None, arguments))}) -> {returned}"
+        types = ", ".join(["Tensor"] * self.returns)
+        types = f"({types})" if self.returns > 1 else types
+        schema = f"{name}({', '.join(filter(None, arguments))}) -> {types}"
         self.op = self._register(schema, vmap or fold_batches(self, derivative_of))
 
     def __call__(self, *args: Any) -> Any:
         """Call with the tensors in the order of the schema, then the options or nothing."""
-        if len(args) == self._tensors:
+        if len(args) == self._tensor_count:
             args = (*args, self.options())
-        if not runs_eagerly(*args[: self._tensors]):
+        if not runs_eagerly(*args[: self._tensor_count]):
             if compat.exports_onnx():
-                return self._exported(*args)
+                return self._run_for_onnx(*args)
             return self.dispatched(*args, "")
         if self.opaque and (obstacles := self.obstacles(args)):
-            self.choose(args, obstacles)
+            self.choose(args, obstacles)  # may warn or raise
             return self._through_reference(*args)
-        tensors, options = self._primitive(args)
+        tensors, options = self.backend_arguments(args)
         backend = dispatch.choose(self.name, tensors, options)
         if torch.is_grad_enabled() and any_requires_grad(*tensors):
             return self.with_gradient(*tensors, options, backend)
         return self._run(backend, tensors, options)
 
     def dispatched(self, *args: Any) -> Any:
-        """Call through PyTorch's dispatcher; the last argument is the backend or empty."""
+        """Call through PyTorch's dispatcher; the last argument names the backend, or is empty."""
         *tensors, options, backend = args
-        if compat.MISSING and (obstacles := self._obstacles_of_public_autograd(args)):
+        if compat.MISSING and (obstacles := self._public_obstacles(args)):
             self.choose(args, obstacles)
             return self._through_reference(*args)
         return self.op(*tensors, *values_of(options), backend)
 
-    def _exported(self, *args: Any) -> Any:
+    def _run_for_onnx(self, *args: Any) -> Any:
         """Run the reference: ONNX has functions for PyTorch's operators only."""
         for n, reason in self._not_in_onnx.items():
             if args[n] is not None:
                 raise compat.not_in_onnx(self.name, reason)
         return self._through_reference(*args)
 
-    def _recorded(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Convert the dispatcher's arguments: collect the options in a record."""
-        n = self._tensors
+    def _with_record(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """The dispatcher's arguments with the options collected in their record."""
+        n = self._tensor_count
         return *args[:n], self.options(*args[n:-1]), args[-1]
 
     def resume(self, ctx: Any, grads: Sequence[Any], saved: Sequence[Any]) -> Any:
-        """Call a backward operator with the gradients, the forward's arguments, and its backend."""
-        n, lifted = len(grads), self.lifted([*grads, *saved[:-2]])
-        grads, saved = lifted[:n], (*lifted[n:], *saved[-2:])
+        """Call this backward operator; ``saved``: the saved tensors, the options, the backend."""
+        *saved_tensors, options, backend = saved
+        n, lifted = len(grads), self.lifted([*grads, *saved_tensors])
+        grads, saved = lifted[:n], (*lifted[n:], options, backend)
         if self._lse is not None:  # a hook of saved tensors may make all of them float32
             place = self._lse - len(grads)
             saved = (*saved[:place], saved[place].to(torch.float64), *saved[place + 1 :])
         if not (ctx.eager and runs_eagerly(*grads)):
             return through_torch_vmap(lambda *grads: self.dispatched(*grads, *saved), grads)
         args = (*grads, *saved)
-        tensors, options = self._primitive(args)
+        tensors, options = self.backend_arguments(args)
         if torch.is_grad_enabled() and any_requires_grad(*tensors):
             return self.with_gradient(*args)
-        backend = args[-1]
         if backend not in self.checked_by:
             self._check_memory(tensors)
         return self._run(backend, tensors, options)
 
     def lifted(self, tensors: Sequence[Any]) -> list[Any]:
-        """The tensors of a plan, see :class:`fastattn.call.Plan`, in their declared dimensions."""
+        """The tensors of a :class:`fastattn.call.Plan` with the declared numbers of dimensions."""
         return self._shapes.lifted(tensors)
 
     def _check_memory(self, tensors: Sequence[Tensor | None]) -> None:
@@ -206,7 +206,7 @@ class Operator:
                 )
 
     def obstacles(self, args: Sequence[Any]) -> list[str]:
-        """The requirements of this call that only the reference supports."""
+        """The requirements of this call that only the reference meets, in words."""
         if compat.forward_mode():
             return ["forward-mode differentiation goes through the reference"]
         return [
@@ -216,33 +216,34 @@ class Operator:
         ]
 
     def choose(self, args: Sequence[Any], obstacles: Sequence[str] = ()) -> str:
-        """Return the name of the backend that runs these arguments."""
-        tensors, options = self._primitive(args)
+        """Return the name of the backend that runs a call; warn or raise as `dispatch.choose`."""
+        tensors, options = self.backend_arguments(args)
         return dispatch.choose(self.name, tensors, options, obstacles)
 
     def primitive(self, backend: str) -> Callable[..., Any]:
-        """Return the function of one backend."""
+        """Return the function by which one backend computes this operator."""
         return getattr(dispatch.load(backend), self.name)
 
     def run(self, *args: Any) -> Any:
-        """Run the backend named by the last argument on plain tensors."""
-        if args[-1] in self.checked_by:
-            return getattr(dispatch.load(args[-1]), self.name)(*args[:-2], options=args[-2])
-        tensors, options = self._primitive(args)
-        return self._run(args[-1], tensors, options)
+        """Run the backend that the last argument names, on tensors with strided memory."""
+        *operands, record, backend = args
+        if backend in self.checked_by:
+            return self.primitive(backend)(*operands, options=record)
+        tensors, options = self.backend_arguments(args)
+        return self._run(backend, tensors, options)
 
     def _run(self, backend: str, tensors: Sequence[Any], options: Any) -> Any:
         if backend != "reference":
             function = self.primitive(backend)
-            return self._completed(
+            return self._pad_with_none(
                 function(*dispatch.accepted_tensors(function, tensors), options=options)
             )
-        results = self._completed(dispatch.run_reference(self.name, tensors, options))
+        results = self._pad_with_none(dispatch.run_reference(self.name, tensors, options))
         # PyTorch's functions may return results in any memory order.
         return _in_layout_of(results, self._fake(*tensors, options))
 
-    def _completed(self, results: Any) -> Any:
-        """Append None for the gradients of trailing operands that a call does not have."""
+    def _pad_with_none(self, results: Any) -> Any:
+        """Append None for the gradients of trailing tensors that a call does not have."""
         if self.returns == 1 or len(results) == self.returns:
             return results
         return (*results, *[None] * (self.returns - len(results)))
@@ -254,24 +255,24 @@ class Operator:
         known |= {} if self._sizes is None else self._sizes(options, known)
         results = []
         for name in self.results:
-            wanted = getattr(options, name, True)
-            sizes = self.returned.sizes(name, known, int(wanted)) if wanted else (0,)
+            form = getattr(options, name, True)  # False or 0: empty; n > 1: of the n-th shape
+            sizes = self.returned.sizes(name, known, int(form)) if form else (0,)
             if name == self.results[0] and self._out_like:
                 results.append(empty_output(tensors[self.place_of(self._out_like)], sizes[-1]))
             else:
                 results.append(like.new_empty(sizes, dtype=self._dtypes.of_result(name, like)))
         return results[0] if self.returns == 1 else tuple(results)
 
-    def _shaped(self, *args: Any) -> Any:
-        """The fake results for arguments of the dispatcher."""
-        *tensors, options, _ = self._recorded(args)
+    def _fake_for_dispatcher(self, *args: Any) -> Any:
+        """Empty results for the dispatcher's arguments."""
+        *tensors, options, _ = self._with_record(args)
         return self._fake(*tensors, options)
 
     def _run_for_dispatcher(self, *args: Any) -> Any:
-        args = self._recorded(args)
+        args = self._with_record(args)
         self._shapes.check(args)
-        self._dtypes.check(args[: self._tensors])
-        tensors, options = self._primitive(args)
+        self._dtypes.check(args[: self._tensor_count])
+        tensors, options = self.backend_arguments(args)
         backend = args[-1] or dispatch.choose(self.name, tensors, options)
         if backend not in self.checked_by:
             self._check_memory(tensors)
@@ -286,11 +287,12 @@ class Operator:
 
     def split(self, args: Sequence[Any]) -> tuple[Sequence[Any], Any]:
         """Split the dispatcher's arguments into the tensors and the record of options."""
-        *tensors, options, _ = self._recorded(args)
+        *tensors, options, _ = self._with_record(args)
         return tensors, options
 
-    def _primitive(self, args: Sequence[Any]) -> tuple[Sequence[Any], Any]:
-        n = self._tensors
+    def backend_arguments(self, args: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+        """The tensors and the options that a backend gets: options that are None are derived."""
+        n = self._tensor_count
         tensors, options = args[:n], args[n]
         for name, derive in self.derived.items():
             if getattr(options, name) is None:
@@ -303,46 +305,46 @@ class Operator:
         _library.impl(self.name, self._run_for_dispatcher, "CompositeExplicitAutograd")
         if compat.MISSING:
             torch.library.register_autograd(
-                name, self._backward_publicly, setup_context=self._set_up_publicly, lib=_library
+                name, self._public_backward, setup_context=self._public_setup_context, lib=_library
             )
         else:
             _library.impl(self.name, self._autograd_kernel, "Autograd")
-        torch.library.register_fake(name, self._shaped, lib=_library)
+        torch.library.register_fake(name, self._fake_for_dispatcher, lib=_library)
 
-        def batched(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
-            return vmap(info, in_dims[: self._tensors], *self._recorded(args))
+        def vmap_of_record(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+            return vmap(info, in_dims[: self._tensor_count], *self._with_record(args))
 
-        rule = rule_for_any_size(batched, self._shaped, self.returns)
+        rule = rule_for_any_size(vmap_of_record, self._fake_for_dispatcher, self.returns)
         torch.library.register_vmap(name, rule, lib=_library)
         packet = getattr(torch.ops.fastattn, self.name)
-        _flops.count(packet, self._work)
+        _flops.count(packet, self._flops_of_call)
         operators[packet.default] = self
         return packet.default
 
-    def _work(self, args: Sequence[Any], results: Any) -> int:
+    def _flops_of_call(self, args: Sequence[Any], results: Any) -> int:
         """The floating-point operations of a call of the dispatcher."""
         tensors, options = self.split(args)
         return self.flops(results, *tensors, options)
 
     def _autograd_kernel(self, *args: Any) -> Any:
         """The dispatcher's Autograd kernel, called once for each level of ``torch.func.grad``."""
-        arguments, args = args, self._recorded(args)
+        dispatcher_args, args = args, self._with_record(args)
         if compat.exports_onnx():  # a graph of torch.export, which holds this operator
             if self._no_graph_in_onnx:
                 raise compat.not_in_onnx(self.name, self._no_graph_in_onnx)
-            return self._exported(*args)
+            return self._run_for_onnx(*args)
         if obstacles := self.obstacles(args):
             self.choose(args, obstacles)
             run = functools.partial(self._through_reference, *args)
             for watch in watchers.get():
-                run = functools.partial(watch, self.op, arguments, run)
+                run = functools.partial(watch, self.op, dispatcher_args, run)
             return run()
-        if not (torch.is_grad_enabled() and any_requires_grad(*args[: self._tensors])):
+        if not (torch.is_grad_enabled() and any_requires_grad(*args[: self._tensor_count])):
             return self._below_autograd(*args)
         if not transforms_active():
-            return self._traced(*args)
-        with compat.single_level():  # this level; the one below follows in op()
-            return self._traced(*args)
+            return self._differentiated(*args)
+        with compat.single_level():  # this level of grad; `dispatched` calls the level below
+            return self._differentiated(*args)
 
     def _below_autograd(self, *args: Any) -> Any:
         # A Function disables gradients in its forward, but the next level of torch.func needs them.
@@ -353,45 +355,48 @@ class Operator:
     # If PyTorch lacks the names that the Autograd kernel needs, torch.library.register_autograd
     # takes these functions.
 
-    def _obstacles_of_public_autograd(self, args: Sequence[Any]) -> list[str]:
-        differentiated = torch.is_grad_enabled() and any_requires_grad(*args[: self._tensors])
+    def _public_obstacles(self, args: Sequence[Any]) -> list[str]:
+        """:meth:`obstacles`, and gradients of ``torch.func``, which public autograd lacks."""
+        differentiated = torch.is_grad_enabled() and any_requires_grad(*args[: self._tensor_count])
         # In a graph PyTorch raises where it cannot differentiate.
         if differentiated and not torch.compiler.is_compiling() and transforms_active():
             return ["torch.func differentiates through the reference"]
         return self.obstacles(args)
 
-    def _set_up_publicly(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        self.gradient.keep(ctx, self._recorded(inputs), output, eager=False)
+    def _public_setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        self.gradient.save(ctx, self._with_record(inputs), output, eager=False)
 
-    def _backward_publicly(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        n = self._tensors
+    def _public_backward(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        n = self._tensor_count
         return *self.gradient.derive(ctx, *grads)[:n], *[None] * (len(ctx.needs_input_grad) - n)
 
     def _through_reference(self, *args: Any) -> Any:
-        tensors, options = self._primitive(args)
-        results = self._completed(dispatch.run_reference(self.name, tensors, options))
+        tensors, options = self.backend_arguments(args)
+        results = self._pad_with_none(dispatch.run_reference(self.name, tensors, options))
         return results if self.returns == 1 else _without_none(results, tensors)
 
     def backward_through_reference(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        """The gradients of the arguments, by differentiating the reference's forward."""
         args = [*ctx.saved_tensors, ctx.options, ctx.backend]
-        inputs = [
+        input_places = [
             n
             for n, needed in enumerate(ctx.needs_input_grad)
             if needed and n not in self._recomputed
         ]
-        outputs = [n for n, grad in enumerate(grads) if grad is not None]
+        output_places = [n for n, grad in enumerate(grads) if grad is not None]
         gradients: list[Tensor | None] = [None] * len(args)
-        if not inputs or not outputs:
+        if not input_places or not output_places:
             return tuple(gradients)
 
-        def forward(*leaves: Tensor) -> tuple[Tensor, ...]:
-            for n, leaf in zip(inputs, leaves, strict=True):
-                args[n] = leaf
+        def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
+            for n, x in zip(input_places, inputs, strict=True):
+                args[n] = x
             results = self._through_reference(*args)
-            return tuple(results[n] for n in outputs)
+            return tuple(results[n] for n in output_places)
 
-        vjp = torch.func.vjp(forward, *(args[n] for n in inputs))[1]
-        for n, gradient in zip(inputs, vjp(tuple(grads[n] for n in outputs)), strict=True):
+        vjp = torch.func.vjp(forward, *(args[n] for n in input_places))[1]
+        input_grads = vjp(tuple(grads[n] for n in output_places))
+        for n, gradient in zip(input_places, input_grads, strict=True):
             gradients[n] = gradient
         return tuple(gradients)
 
@@ -402,16 +407,17 @@ def _without_none(results: Sequence[Tensor | None], tensors: Sequence[Any]) -> t
     return tuple(like.new_empty(0) if result is None else result for result in results)
 
 
-def _in_layout_of(results: Any, promised: Any) -> Any:
-    """Return each result with the strides and the dtype that the fake implementation promises."""
+def _in_layout_of(results: Any, fakes: Any) -> Any:
+    """Return each result with the strides and the dtype of its fake result."""
     if isinstance(results, Tensor):
-        return _conformed(results, promised)
-    return tuple(_conformed(*pair) for pair in zip(results, promised, strict=True))
+        return _conform(results, fakes)
+    return tuple(_conform(*pair) for pair in zip(results, fakes, strict=True))
 
 
-def _conformed(result: Tensor | None, promised: Tensor) -> Tensor:
+def _conform(result: Tensor | None, fake: Tensor) -> Tensor:
+    """Return the result, or a copy of it in the memory of ``fake``, which has not been written."""
     if result is None:
-        return promised
-    conforms = result.stride() == promised.stride() and result.dtype == promised.dtype
+        return fake
+    conforms = result.stride() == fake.stride() and result.dtype == fake.dtype
     # A view would alias an argument, or keep a larger buffer alive.
-    return result if conforms and not compat.may_be_view(result) else promised.copy_(result)
+    return result if conforms and not compat.may_be_view(result) else fake.copy_(result)

@@ -23,15 +23,16 @@ _TURN = 2**64
 _QUARTER = 2**62
 _EIGHTH = 2**61
 _PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
-_DIGITS = 50  # 64 bits are 20 digits; the rest absorbs up to dim multiplications
-_MULTIPLE = 16  # kernels load whole vectors
+_DIGITS = 50  # 64 bits are 20 digits; the others absorb the errors of dim multiplications
+_MULTIPLE = 16  # of the number of columns: kernels load whole vectors
 
 
 class _Column(NamedTuple):
     power: int | None  # the frequency is max_timescale ** -(power * step); None: the column is zero
-    phase: int
+    phase: int  # in units of 2**-64 of a turn; a quarter makes a cosine of the sine
 
 
+# The layouts, dim -> (step, columns), differ in the order of sines and cosines.
 def _interleaved(dim: int) -> tuple[Fraction, list[_Column]]:
     return Fraction(2, dim), [_Column(c // 2, c % 2 * _QUARTER) for c in range(dim)]
 
@@ -76,7 +77,7 @@ def sinusoids(dim: int, layout: str, max_timescale: float) -> Sinusoids:
     step, columns = _LAYOUTS[layout](dim) if dim > 0 else (Fraction(0), [])
     with localcontext() as context:
         context.prec = _DIGITS
-        # turns[k] = 2^64 max_timescale^(-k step) / 2 pi
+        # turns[k] = 2^64 max_timescale^(-k step) / 2 pi, the frequency of power k
         ratio = (-Decimal(max_timescale).ln() * step.numerator / step.denominator).exp()
         turns = [_TURN / (2 * _PI)]
         for _ in range(dim):
@@ -87,13 +88,13 @@ def sinusoids(dim: int, layout: str, max_timescale: float) -> Sinusoids:
         ]
     padding = [0] * (-dim % _MULTIPLE)
     phase = [column.phase for column in columns]
-    sines = [
+    of_sines = [
         f for f, c in zip(frequency, columns, strict=True) if c.power is not None and not c.phase
     ]
     return Sinusoids(
-        array("Q", frequency + padding),
-        array("Q", phase + padding),
-        array("Q", [] if layout == "split_exponent" else sines),
+        frequency=array("Q", frequency + padding),
+        phase=array("Q", phase + padding),
+        pairs=array("Q", [] if layout == "split_exponent" else of_sines),
     )
 
 
@@ -106,8 +107,8 @@ def encode_positions(positions: Tensor, dim: int, layout: str, max_timescale: fl
         else positions.new_empty(0)
         for column in (table.frequency, table.phase)
     )
-    # The nearest quadrant and the distance from it, at most an eighth of a turn. int64 products
-    # wrap around, as intended.
+    # The nearest multiple of a quarter turn, and the distance from it, at most an eighth of a turn.
+    # int64 products wrap around, as intended.
     angle = positions.unsqueeze(-1) * frequency + phase + _EIGHTH
     quadrant = (angle >> 62) & 3
     distance = ((angle & (_QUARTER - 1)) - _EIGHTH).to(torch.float64) * (2 * math.pi / _TURN)

@@ -28,17 +28,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     add = parser.add_argument
     spelling.add_list(parser, "--op", f"only these operators: {', '.join(PROOFS)}")
-    words = "cpu, cuda, triton or reference (default: every native backend that runs here)"
-    add("--backend", help=words)
-    words = "an instruction set, `all`, or `current` (default: current)"
-    add("--isa", default="current", help=words)
+    text = "cpu, cuda, triton or reference (default: every native backend that runs here)"
+    add("--backend", help=text)
+    text = "an instruction set, `all`, or `current` (default: current)"
+    add("--isa", default="current", help=text)
     spelling.add_list(parser, "--dtype", f"only these dtypes: {', '.join(_DTYPES)}")
     add("--case", metavar="TEXT", help="only cases whose name is TEXT, or contains it")
-    words = "check every case with N draws of random values (default: 1)"
-    add("--draws", type=int, default=1, metavar="N", help=words)
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="check only every tenth case")
-    size.add_argument("--complete", action="store_true", help="check the slow cases too")
+    text = "check every case with N draws of random values (default: 1)"
+    add("--draws", type=int, default=1, metavar="N", help=text)
+    extent = parser.add_mutually_exclusive_group()
+    extent.add_argument("--quick", action="store_true", help="check only every tenth case")
+    extent.add_argument("--complete", action="store_true", help="check the slow cases too")
 
 
 @dataclass
@@ -46,8 +46,8 @@ class _Result:
     op: str
     case: NamedCase
     dtype: str
-    target: Target
-    draw: int
+    target: Target  # a backend, of the CPU with an instruction set
+    draw: int  # the number of the draw of random values, from 0
     verdict: Verdict
 
     @property
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     dtypes = spelling.dtypes(args.dtype, _DTYPES) or list(_DTYPES)
     operators = spelling.operators(args.op, PROOFS) or list(PROOFS)
     chosen = _targets(args.backend, args.isa)
-    work = [
+    checks = [
         (op, case, dtype, target)
         for op in operators
         for case in _cases(op, args)
@@ -72,12 +72,12 @@ def run(args: argparse.Namespace) -> int:
     ]
     if args.draws < 1:
         raise ValueError(f"--draws: must be at least 1, got {args.draws}")
-    if not work:
+    if not checks:
         raise ValueError("--op, --dtype and --case select no case")
-    print(f"{len(work)} checks on {', '.join(map(str, chosen))}")
+    print(f"{len(checks)} checks on {', '.join(map(str, chosen))}")
 
     results = []
-    for result in _progress(results_of(work, args.draws), len(work) * args.draws):
+    for result in _with_progress(results_of(checks, args.draws), len(checks) * args.draws):
         results.append(result)
         for fault in result.verdict.faults:
             print(f"FAIL {result.name}: {fault}")
@@ -96,26 +96,26 @@ def run(args: argparse.Namespace) -> int:
 
 def _targets(backend: str | None, isa: str) -> list[Target]:
     """The targets that the arguments select. Raises ValueError if they select none."""
-    native = [*_on_gpu(), *targets(emulated=True)]
+    native = [*_gpu_targets(), *targets(emulated=True)]
     if not native and backend is None:
         print("No native backend is built (see `fastattn info`): verifying the reference.")
         backend = "reference"
-    every = [*native, Target("reference")]
-    chosen = [target for target in every if target.backend == backend] if backend else native
+    available = [*native, Target("reference")]
+    chosen = [target for target in available if target.backend == backend] if backend else native
     if not chosen:
-        names = ", ".join(dict.fromkeys(target.backend for target in every))
+        names = ", ".join(dict.fromkeys(target.backend for target in available))
         raise ValueError(f"--backend {backend}: allowed here are {names}")
     if isa == "current":
         return [target for target in chosen if target.is_current()]
-    of_isa = [target for target in chosen if isa in ("all", target.isa)]
-    if not of_isa:
+    with_isa = [target for target in chosen if isa in ("all", target.isa)]
+    if not with_isa:
         names = ", ".join(target.isa or "" for target in chosen)
         raise ValueError(f"--isa {isa}: allowed here are all, current, {names}")
-    return of_isa
+    return with_isa
 
 
-def _on_gpu() -> list[Target]:
-    """The backends that run on the GPU of this machine."""
+def _gpu_targets() -> list[Target]:
+    """The backends that run on the GPU of this machine; none without a GPU."""
     if not evidence.processor("cuda").name:
         return []
     return [OnGpu(name) for name in dispatch.ON_GPU if not isinstance(dispatch.load(name), str)]
@@ -129,29 +129,33 @@ def _cases(op: str, args: argparse.Namespace) -> list[NamedCase]:
     return cases[::10] if args.quick else cases
 
 
-def results_of(work: Sequence[tuple[str, NamedCase, str, Target]], draws: int) -> Iterator[_Result]:
-    for draw, (op, case, dtype, target) in itertools.product(range(draws), work):
+_Check = tuple[str, NamedCase, str, Target]  # operator, case, dtype, target
+
+
+def results_of(checks: Sequence[_Check], draws: int) -> Iterator[_Result]:
+    """Yield the result of each check with each draw of values."""
+    for draw, (op, case, dtype, target) in itertools.product(range(draws), checks):
         try:
             verdict = PROOFS[op](replace(case, draw=draw), _DTYPES[dtype], target)
         except Exception as error:  # one broken case must not hide the others
             is_memory = isinstance(error, torch.OutOfMemoryError)
-            what = "not checked, not enough memory" if is_memory else type(error).__name__
-            verdict = Verdict(faults=[f"{what}: {error}".split("\n")[0]])
+            kind = "not checked, not enough memory" if is_memory else type(error).__name__
+            verdict = Verdict(faults=[f"{kind}: {error}".split("\n")[0]])
         yield _Result(op, case, dtype, target, draw, verdict)
 
 
-def _progress(results: Iterator[_Result], total: int) -> Iterator[_Result]:
+def _with_progress(results: Iterator[_Result], total: int) -> Iterator[_Result]:
     """Yield the results; on a terminal, show a progress line below them."""
-    live = sys.stdout.isatty()
+    is_terminal = sys.stdout.isatty()
     start = time.perf_counter()
     for count, result in enumerate(results, 1):
-        if live:
+        if is_terminal:
             print("\r\033[K", end="")  # erase the previous progress line
         yield result
-        if live:
-            left = (time.perf_counter() - start) / count * (total - count)
-            print(f"{count}/{total}  {left:.0f} s left  {result.name}"[:100], end="", flush=True)
-    if live:
+        if is_terminal:
+            seconds = (time.perf_counter() - start) / count * (total - count)
+            print(f"{count}/{total}  {seconds:.0f} s left  {result.name}"[:100], end="", flush=True)
+    if is_terminal:
         print("\r\033[K", end="")
 
 

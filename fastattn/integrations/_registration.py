@@ -10,7 +10,7 @@ from collections.abc import MutableMapping
 from typing import Any, Generic, TypeVar
 
 Self = TypeVar("Self", bound="Undoable")
-Name = TypeVar("Name")
+Name = TypeVar("Name")  # what a registry serves: the name of a function, or a module
 ABSENT = object()  # the previous value of an entry that did not exist
 
 # Guards every change that an integration makes. Reentrant: the garbage collector may delete an
@@ -38,13 +38,13 @@ class Registry(abc.ABC, Generic[Name]):
         self._counts: MutableMapping[Name, int] = {} if counts is None else counts
 
     def serve(self, name: Name) -> None:
-        """Add the name with its first registration."""
+        """Count a registration of the name; the first one adds it."""
         if not self._counts.get(name):
             self.add(name)
         self._counts[name] = self._counts.get(name, 0) + 1
 
     def release(self, name: Name) -> None:
-        """Remove the name with its last registration."""
+        """Undo a registration of the name; the last one removes it."""
         self._counts[name] -= 1
         if not self._counts[name]:
             self.remove(name)

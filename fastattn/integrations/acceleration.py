@@ -37,7 +37,8 @@ from fastattn.nn.mha import MultiheadAttention
 __all__ = ["Part", "Report", "accelerate", "restore"]
 
 _NAME = "fastattn"  # in the registries of transformers and diffusers
-_EXPERTS = (None, "eager", "grouped_mm", "batched_mm")  # transformers' own, for any weights
+# transformers' own implementations of experts, for any weights.
+_STOCK_EXPERTS = (None, "eager", "grouped_mm", "batched_mm")
 
 # Attributes by which a module turns off its own use of PyTorch's function, in timm, x-transformers,
 # open_clip, Whisper and others.
@@ -49,19 +50,19 @@ class Part:
     """The modules of a model that compute attention in the same way, or are linear."""
 
     modules: tuple[str, ...]  # as in model.named_modules(); "" is the model itself
-    kind: str  # the name of their class
+    kind: str  # the name of the modules' class
     calls: str  # what they call for attention, as far as it is known
     backend: str  # as in fastattn.use_backend; "" if fastattn does not serve them
-    reason: str  # why not, or why no preferred backend; "" if there is nothing to say
+    reason: str  # why not, or why no preferred backend runs; "" if there is nothing to say
 
 
 @dataclass(frozen=True)
 class Report:
     """What :func:`accelerate` found. ``print`` and notebooks show it as a table."""
 
-    parts: tuple[Part, ...]  # that compute attention
+    parts: tuple[Part, ...]  # modules that compute attention
     linear: tuple[Part, ...] = ()  # linear layers
-    layers: tuple[Part, ...] = ()  # of encoders, each in one native call
+    layers: tuple[Part, ...] = ()  # layers of encoders that run as one native call each
 
     @property
     def served(self) -> tuple[Part, ...]:
@@ -83,7 +84,7 @@ class Report:
         """The table, its header first."""
         rows = [["count", "modules", "class", "calls", "backend", "reason"]]
         for part in (*self.parts, *self.layers, *self.linear):
-            names = list(dict.fromkeys(map(_pattern, part.modules)))
+            names = list(dict.fromkeys(map(_without_numbers, part.modules)))
             names_shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
             backend = part.backend or "not fastattn"
             rows.append(
@@ -172,9 +173,9 @@ def accelerate(
         packed = pack_linear_weights(model) if pack_weights else {}
         if packed:
             forget_plans()
-        attention = tuple(_parts(model, changes, why_not_served))
-        linear_layers = tuple(_linear_layers(model, packed))
-        return Report(attention, linear_layers, tuple(_encoder_layers(model)))
+        attention = tuple(_attention_parts(model, changes, why_not_served))
+        linear_layers = tuple(_linear_parts(model, packed))
+        return Report(attention, linear_layers, tuple(_encoder_parts(model)))
 
 
 def restore(model: nn.Module) -> None:
@@ -196,35 +197,35 @@ def restore(model: nn.Module) -> None:
 
 
 class _Changes:
-    """What :func:`accelerate` did to one model."""
+    """The changes that :func:`accelerate` made to one model, and how to undo them."""
 
     def __init__(self) -> None:
-        self._replaced: list[weakref.ref[nn.Module]] = []
-        self._settings: list[Callable[[], None]] = []
-        self._registrations: dict[str, Registration] = {}
+        self._replaced: list[weakref.ref[nn.Module]] = []  # modules whose class changed
+        self._undo_settings: list[Callable[[], None]] = []
+        self._registrations: dict[str, Registration] = {}  # by library
         self._activation: Activation | None = None
 
     def make(self, model: nn.Module, linear: bool, unpad: bool) -> dict[str, str]:
-        """Change what is not changed yet. Returns why a library is not served, by its name."""
+        """Change what is not changed yet; return why a library is not served, by its name."""
         self._replace(model, replace_mha)
         self._replace(model, replace_encoders)
         if linear:
             self._replace(model, replace_linear)
         why_not_served = {}
         for library, serve in (
-            ("transformers", self._transformers),
-            ("diffusers", self._diffusers),
-            ("tabpfn", self._tabpfn),
+            ("transformers", self._serve_transformers),
+            ("diffusers", self._serve_diffusers),
+            ("tabpfn", self._serve_tabpfn),
         ):
-            if library in sys.modules:  # otherwise no module is of it
+            if library in sys.modules:  # otherwise it has no module in the model
                 try:
                     serve(model)
                 except (ImportError, KeyError, ValueError) as error:
                     why_not_served[library] = f"{type(error).__name__}: {error}"
         if "transformers" in sys.modules and "transformers" not in why_not_served:
             if linear:
-                self._experts(model)
-            # Its import loads parts of transformers.
+                self._serve_experts(model)
+            # Not imported above, because it imports parts of transformers.
             relative = importlib.import_module("fastattn.integrations.transformers._relative")
             self._replace(model, replace, functools.partial(relative.native_class, unpad=unpad))
         return why_not_served
@@ -232,7 +233,7 @@ class _Changes:
     def _replace(
         self, model: nn.Module, replace_in: Callable[..., list[str]], *arguments: Any
     ) -> None:
-        """Change the classes of modules, and remember these modules."""
+        """Call ``replace_in``, which changes classes of modules, and remember these modules."""
         modules = dict(model.named_modules())
         names = replace_in(model, *arguments)
         self._replaced += [weakref.ref(modules[name]) for name in names]
@@ -248,13 +249,13 @@ class _Changes:
             module = reference()
             if module is not None:
                 restore_class(module)
-        for setting in reversed(self._settings):
-            setting()
-        self._replaced, self._settings = [], []
+        for undo_setting in reversed(self._undo_settings):
+            undo_setting()
+        self._replaced, self._undo_settings = [], []
         self.end()
 
     def end(self) -> None:
-        """Undo what is not part of the model; nothing else is left to undo when it is deleted."""
+        """Undo the changes outside of the model, the only ones left when the model is deleted."""
         with lock:
             for registration in self._registrations.values():
                 registration.undo()
@@ -262,7 +263,7 @@ class _Changes:
                 self._activation.undo()
             self._registrations, self._activation = {}, None
 
-    def _transformers(self, model: nn.Module) -> None:
+    def _serve_transformers(self, model: nn.Module) -> None:
         """Set ``attn_implementation`` of each outermost model of transformers."""
         base = sys.modules["transformers.modeling_utils"].PreTrainedModel
         visited: set[int] = set()
@@ -271,34 +272,34 @@ class _Changes:
                 continue
             visited.update(map(id, module.modules()))
             self._register("transformers", transformers.register)
-            configurations = _configurations(module)
-            for config in configurations:
+            configs = _configs_of(module)
+            for config in configs:
                 if config._attn_implementation != _NAME:
-                    self._remember(config, "_attn_implementation_internal")
+                    self._restore_later(config, "_attn_implementation_internal")
             module.set_attn_implementation(_NAME)
-            # transformers skips a copy that no model holds, such as the frames' of X-CLIP.
+            # transformers skips a copy of a configuration that no model holds, as in X-CLIP.
             held = {id(part.config) for part in module.modules() if isinstance(part, base)}
-            kinds = {type(x) for x in configurations if x._attn_implementation == _NAME}
-            for config in configurations:
-                if id(config) not in held and type(config) in kinds:
-                    config._attn_implementation = {"": _NAME}  # of no part
-            with contextlib.suppress(ValueError):  # it has no such bias
-                self._settings.append(transformers.compact_relative_bias(module).undo)
+            served_types = {type(x) for x in configs if x._attn_implementation == _NAME}
+            for config in configs:
+                if id(config) not in held and type(config) in served_types:
+                    config._attn_implementation = {"": _NAME}  # the key "" is the config itself
+            with contextlib.suppress(ValueError):  # the model has no bias to compact
+                self._undo_settings.append(transformers.compact_relative_bias(module).undo)
 
-    def _experts(self, model: nn.Module) -> None:
-        """Mixtures of experts, whose weights are in no linear layer."""
+    def _serve_experts(self, model: nn.Module) -> None:
+        """Set the implementation of mixtures of experts, whose weights are in no linear layer."""
         for module in model.modules():
             config: Any = getattr(module, "config", None)
             weight = getattr(module, "down_proj", None)
             if not hasattr(module, "is_transposed") or not isinstance(weight, torch.Tensor):
                 continue
-            replaced = getattr(config, "_experts_implementation", _NAME) in _EXPERTS
-            if replaced and weight.is_floating_point() and weight.itemsize > 1:
+            is_stock = getattr(config, "_experts_implementation", _NAME) in _STOCK_EXPERTS
+            if is_stock and weight.is_floating_point() and weight.itemsize > 1:
                 self._register("transformers", transformers.register)
-                self._remember(config, "_experts_implementation_internal")
+                self._restore_later(config, "_experts_implementation_internal")
                 config._experts_implementation_internal = _NAME
 
-    def _diffusers(self, model: nn.Module) -> None:
+    def _serve_diffusers(self, model: nn.Module) -> None:
         """Set the backend of each processor that has not chosen another."""
         for module in model.modules():
             processor: Any = getattr(module, "processor", None)
@@ -307,11 +308,12 @@ class _Changes:
                 and getattr(processor, "_parallel_config", None) is None
             ):
                 self._register("diffusers", diffusers.register)
-                self._remember(processor, "_attention_backend")
+                self._restore_later(processor, "_attention_backend")
                 names = sys.modules["diffusers.models.attention_dispatch"].AttentionBackendName
                 processor._attention_backend = names(_NAME)
 
-    def _tabpfn(self, model: nn.Module) -> None:
+    def _serve_tabpfn(self, model: nn.Module) -> None:
+        """Register the backend of attention, and replace the layers."""
         if any(map(tabpfn.is_of_tabpfn, model.modules())):
             self._register("tabpfn", tabpfn.register)
             self._replace(model, replace, tabpfn.block_class)
@@ -321,23 +323,22 @@ class _Changes:
         if library not in self._registrations:
             self._registrations[library] = register()
 
-    def _remember(self, owner: Any, attribute: str) -> None:
+    def _restore_later(self, owner: Any, attribute: str) -> None:
         """Let :meth:`undo` restore an attribute, unless other code has changed it by then."""
         before = getattr(owner, attribute)
 
         def reset() -> None:
-            """Restore the attribute, unless it was changed since."""
             if getattr(owner, attribute) == _NAME:
                 setattr(owner, attribute, before)
 
-        self._settings.append(reset)
+        self._undo_settings.append(reset)
 
 
 _changes: weakref.WeakKeyDictionary[nn.Module, _Changes] = weakref.WeakKeyDictionary()
 
 
-def _configurations(model: Any) -> list[Any]:
-    """The configurations of the models of transformers in this one, each once."""
+def _configs_of(model: Any) -> list[Any]:
+    """The configurations of all models of transformers in a model, each once."""
     by_id: dict[int, Any] = {}
     pending: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     while pending:
@@ -348,11 +349,13 @@ def _configurations(model: Any) -> list[Any]:
     return list(by_id.values())
 
 
-def _parts(model: nn.Module, changes: _Changes, why_not_served: dict[str, str]) -> Iterator[Part]:
-    """The modules that compute attention, those alike together, in the order of the model."""
+def _attention_parts(
+    model: nn.Module, changes: _Changes, why_not_served: dict[str, str]
+) -> Iterator[Part]:
+    """The modules that compute attention, in the order of the model; equal ones are one part."""
     named = dict(model.named_modules())
-    known: dict[Any, set[str]] = {}
-    calls = {name: _calls(module, known) for name, module in named.items()}
+    cache: dict[Any, set[str]] = {}
+    calls = {name: _call_of(module, cache) for name, module in named.items()}
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, module in named.items():
         if calls[name] in _UNCERTAIN and any(
@@ -360,19 +363,18 @@ def _parts(model: nn.Module, changes: _Changes, why_not_served: dict[str, str]) 
             for other in named
             if other != name
         ):
-            continue  # what contains attention, such as a layer, is none itself
+            continue  # a module that contains attention, such as a layer, computes none itself
         if calls[name]:
-            verdict = _verdict(name, named, calls[name], known, changes, why_not_served)
-            key = (type(module).__name__, *verdict)
-            groups.setdefault(key, []).append(name)
-    for (kind, *fields), names in groups.items():
-        yield Part(tuple(names), kind, *fields)
+            fields = _serve_module(name, named, calls[name], cache, changes, why_not_served)
+            groups.setdefault((type(module).__name__, *fields), []).append(name)
+    for key, names in groups.items():
+        yield Part(tuple(names), *key)
 
 
-def _linear_layers(model: nn.Module, packed: dict[str, int]) -> Iterator[Part]:
-    """The linear layers, those alike together, with their share of the weights.
+def _linear_parts(model: nn.Module, packed: dict[str, int]) -> Iterator[Part]:
+    """The linear layers, with their share of the weights; equal ones are one part.
 
-    ``packed``: the bytes of packed copies, by the names of modules.
+    ``packed``: the bytes of packed copies by the names of modules, 0 for lack of memory.
     """
     groups: dict[tuple[str, ...], list[str]] = {}
     sizes: dict[str, int] = {}
@@ -383,7 +385,7 @@ def _linear_layers(model: nn.Module, packed: dict[str, int]) -> Iterator[Part]:
             sizes[name] = sum(x.numel() for x in initialized if x.dim() > 1)
         if isinstance(module, LINEAR):
             weight: torch.Tensor = module.weight
-            groups.setdefault((type(module).__name__, *_gemms(weight)), []).append(name)
+            groups.setdefault((type(module).__name__, *_gemm_of_weight(weight)), []).append(name)
     for (kind, backend, reason), names in groups.items():
         share = sum(sizes[name] for name in names) / max(sum(sizes.values()), 1)
         if backend:
@@ -396,20 +398,20 @@ def _linear_layers(model: nn.Module, packed: dict[str, int]) -> Iterator[Part]:
         yield Part(tuple(names), kind, "linear", backend, reason)
 
 
-def _encoder_layers(model: nn.Module) -> Iterator[Part]:
-    """The layers of encoders, those alike together."""
+def _encoder_parts(model: nn.Module) -> Iterator[Part]:
+    """The layers of encoders with a native forward; equal ones are one part."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, Native):
             reason = module.why_not_native()
-            key = (type(module).__name__, module.WHAT, "" if reason else "cpu", reason)
-            groups.setdefault(key, []).append(name)
-    for (kind, *fields), names in groups.items():
-        yield Part(tuple(names), kind, *fields)
+            fields = (module.WHAT, "" if reason else "cpu", reason)
+            groups.setdefault((type(module).__name__, *fields), []).append(name)
+    for key, names in groups.items():
+        yield Part(tuple(names), *key)
 
 
-def _gemms(weight: torch.Tensor) -> tuple[str, str]:
-    """The backend of linear layers with such a weight, and by which GEMMs, or why not."""
+def _gemm_of_weight(weight: torch.Tensor) -> tuple[str, str]:
+    """The backend of a linear layer and its GEMMs, by its weight; "" and why it is not served."""
     if weight.device.type != "cpu":
         return "", f"the module is on {weight.device}"
     if type(weight) not in (torch.Tensor, nn.Parameter):
@@ -425,7 +427,7 @@ def _gemms(weight: torch.Tensor) -> tuple[str, str]:
     return "cpu", f"{dtype}: outputs by {gemm.y} ({row.because})"
 
 
-# What a module calls for attention, as the report says it.
+# What a module calls for attention, in the words of the report.
 _MHA = "nn.MultiheadAttention"
 _SDPA = "scaled_dot_product_attention"
 _FUNCTIONAL = "multi_head_attention_forward"
@@ -435,7 +437,7 @@ _FLEX = "flex_attention"
 _RELATIVE = "relative attention"
 _STEPS = "a product and a softmax"
 _NOTHING = "nothing known"
-_UNCERTAIN = (_STEPS, _NOTHING)
+_UNCERTAIN = (_STEPS, _NOTHING)  # a module with attention inside may look the same
 _NEVER_SERVED = {
     _FLEX: "PyTorch generates its kernel",
     _STEPS: "no function to replace",
@@ -451,14 +453,14 @@ _BY_NAME = {
 }
 
 
-def _calls(module: nn.Module, known: dict[Any, set[str]]) -> str:
+def _call_of(module: nn.Module, cache: dict[Any, set[str]]) -> str:
     """What a module calls for attention; "" if it computes none."""
     is_mha = isinstance(module, nn.MultiheadAttention)
     if is_mha and _runs_our_forward(module):
         return _MHA
     if hasattr(type(module), "RELATIVE"):  # a class of integrations/transformers/_relative.py
         return _RELATIVE
-    names = calls_of(module, known)
+    names = calls_of(module, cache)
     for name, call in _BY_NAME.items():
         if name in names:
             return call
@@ -471,25 +473,28 @@ def _calls(module: nn.Module, known: dict[Any, set[str]]) -> str:
     return _NOTHING if is_named and kind.__module__.partition(".")[0] != "fastattn" else ""
 
 
-def _verdict(
+def _serve_module(
     name: str,
     named: dict[str, nn.Module],
     call: str,
-    known: dict[Any, set[str]],
+    cache: dict[Any, set[str]],
     changes: _Changes,
     why_not_served: dict[str, str],
 ) -> tuple[str, str, str]:
-    """What the modules call, the backend that serves it, and the reason."""
+    """Return what a module calls, the backend that serves it or "", and the reason.
+
+    Activates fastattn for PyTorch's function if the module needs that.
+    """
     module = named[name]
     processor: Any = getattr(module, "processor", None)
     why_not = ""
     if call == _MHA:
         if not _runs_our_forward(module):
             why_not = "its forward does not call that of nn.MultiheadAttention"
-        elif _SDPA in calls_of(module, known):
-            changes.activate()  # it has a branch of its own
+        elif _SDPA in calls_of(module, cache):
+            changes.activate()  # for a branch of its own
     elif call == _TRANSFORMERS:
-        chosen = _implementation(name, named)
+        chosen = _implementation_of(name, named)
         if chosen != _NAME:
             why_not = why_not_served.get("transformers", f"its attn_implementation is {chosen!r}")
     elif call == _DIFFUSERS and hasattr(processor, "_attention_backend"):
@@ -498,7 +503,7 @@ def _verdict(
             why_not = why_not_served.get("diffusers", f"its attention backend is {chosen!r}")
     elif call in (_DIFFUSERS, _SDPA, _FUNCTIONAL):
         switched_off = [switch for switch in _SWITCHES if getattr(module, switch, None) is False]
-        device = _example(module, named[""]).device
+        device = _example_query(module, named[""]).device
         if switched_off:
             why_not = f"its {switched_off[0]} is False, so it computes attention step by step"
         elif device.type != "cpu":
@@ -506,17 +511,17 @@ def _verdict(
         else:
             changes.activate()
     elif call == _RELATIVE:
-        device = _example(module, named[""]).device
+        device = _example_query(module, named[""]).device
         why_not = "" if device.type == "cpu" else f"its kernels are for the CPU, not {device}"
     else:
         why_not = _NEVER_SERVED[call]
     if why_not:
         return call, "", why_not
-    return call, *_backend(_example(module, named[""]))
+    return call, *_backend_of(_example_query(module, named[""]))
 
 
 def _runs_our_forward(module: nn.Module) -> bool:
-    """Whether our forward is the one that runs, or is called by the one that does."""
+    """Whether the forward of fastattn's class runs, or a subclass's forward that calls it."""
     for kind in type(module).__mro__:
         if "forward" in kind.__dict__:
             if kind is MultiheadAttention:
@@ -526,8 +531,8 @@ def _runs_our_forward(module: nn.Module) -> bool:
     return False
 
 
-def _implementation(name: str, named: dict[str, nn.Module]) -> str | None:
-    """The ``attn_implementation`` of a module: that of its own configuration, or of its model's."""
+def _implementation_of(name: str, named: dict[str, nn.Module]) -> str | None:
+    """The ``attn_implementation`` of the nearest configuration: of a module or what contains it."""
     while True:
         config = getattr(named.get(name), "config", None)
         chosen: str | None = getattr(config, "_attn_implementation", None)
@@ -536,8 +541,8 @@ def _implementation(name: str, named: dict[str, nn.Module]) -> str | None:
         name = name.rpartition(".")[0]
 
 
-def _example(module: nn.Module, model: nn.Module) -> torch.Tensor:
-    """A query such as those of a module, [1, 1, 16, D]."""
+def _example_query(module: nn.Module, model: nn.Module) -> torch.Tensor:
+    """A query [1, 1, 16, D] with the dtype, the device and the width of a module's queries."""
     parameters = (x for source in (module, model) for x in source.parameters())
     initialized = (x for x in parameters if not isinstance(x, nn.UninitializedParameter))
     parameter = next((x for x in initialized if x.is_floating_point()), torch.empty(()))
@@ -545,7 +550,7 @@ def _example(module: nn.Module, model: nn.Module) -> torch.Tensor:
     return parameter.new_empty(1, 1, 16, width if isinstance(width, int) else 64)
 
 
-def _backend(query: torch.Tensor) -> tuple[str, str]:
+def _backend_of(query: torch.Tensor) -> tuple[str, str]:
     """The backend that runs attention of this query, and why not a preferred one."""
     try:
         explanation = explain(_SDPA, query, query, query)
@@ -554,6 +559,6 @@ def _backend(query: torch.Tensor) -> tuple[str, str]:
     return explanation.runs or "", explanation.passed_over
 
 
-def _pattern(name: str) -> str:
-    """A name without the numbers of layers, or what to call the model itself."""
+def _without_numbers(name: str) -> str:
+    """The name of a module with its numbers of layers as "*"; "(model)" for the model itself."""
     return ".".join("*" if part.isdigit() else part for part in name.split(".")) or "(model)"

@@ -74,10 +74,10 @@ def attention_forward(
         key,
         value,
         attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
         return_lse=return_lse,
     )
     if not return_lse:
@@ -98,7 +98,7 @@ class _Registry(Registry[str]):
         dispatch = importlib.import_module("diffusers.models.attention_dispatch")
         self._names: Any = dispatch.AttentionBackendName
         self._backends: Any = dispatch._AttentionBackendRegistry
-        # One member for all registrations: models keep it, and compare it by identity.
+        # One member for all registrations, because models keep it and compare it by identity.
         self._member = str.__new__(self._names, NAME)
         self._member._name_, self._member._value_ = NAME.upper(), NAME
         self._active_before: Any = None

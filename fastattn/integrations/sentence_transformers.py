@@ -30,7 +30,7 @@ OLDEST, BELOW = (6, 2), (7, 0)
 
 _NAME = "fastattn"  # in the registry of transformers
 # The arguments that the model passes on to each attention layer.
-_PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+_PACKED_ARGUMENTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 
 
 def unpad_inputs(model: nn.Module) -> Registration:
@@ -69,7 +69,7 @@ def unpad_inputs(model: nn.Module) -> Registration:
         if why_not := _why_not(module):
             name = type(module.model).__name__
             raise ValueError(f"unpad_inputs: {name} cannot take packed texts: {why_not}")
-    return Registration(_packed, modules)
+    return Registration(_packing_modules, modules)
 
 
 def _transformers_in(model: nn.Module) -> Iterator[Any]:
@@ -80,7 +80,7 @@ def _transformers_in(model: nn.Module) -> Iterator[Any]:
 
 
 def _why_not(module: Any) -> str:
-    """Why packed texts would fail or change the result; "" if they do not."""
+    """Why packed texts would fail in a module or change its result; "" if they do neither."""
     methods = {call["method"] for call in module.modality_config.values()} - {"forward"}
     if "text" not in module.modality_config:
         return "it takes no texts"
@@ -95,7 +95,7 @@ def _why_not(module: Any) -> str:
     return ""
 
 
-class _Packed(Registry[nn.Module]):
+class _PackingModules(Registry[nn.Module]):
     """The modules that pack their texts."""
 
     def __init__(self) -> None:
@@ -110,10 +110,10 @@ class _Packed(Registry[nn.Module]):
             "can_flatten_inputs": True,
             "data_collator": _collator(),
             "_flatten_position_offset": module._infer_flatten_position_offset(),
-            "_should_flatten_inputs": functools.partial(_packs, module),
+            "_should_flatten_inputs": functools.partial(_should_pack, module),
         }
         if module.model_forward_params is not None:
-            packing["model_forward_params"] = module.model_forward_params | _PACKED
+            packing["model_forward_params"] = module.model_forward_params | _PACKED_ARGUMENTS
         self._before[module] = {name: attributes.get(name, ABSENT) for name in packing}
         attributes.update(packing)
 
@@ -123,7 +123,7 @@ class _Packed(Registry[nn.Module]):
             restore(vars(module), name, value)
 
 
-_packed = _Packed()
+_packing_modules = _PackingModules()
 
 
 def _collator() -> Any:
@@ -133,9 +133,9 @@ def _collator() -> Any:
     )
 
 
-def _packs(module: Any, *args: Any, **kwargs: Any) -> bool:
+def _should_pack(module: Any, *args: Any, **kwargs: Any) -> bool:
     """Replaces ``Transformer._should_flatten_inputs``: whether this batch is packed."""
     if module.config._attn_implementation != _NAME:
         return False  # another attention function would not separate the texts
-    packs: bool = type(module)._should_flatten_inputs(module, *args, **kwargs)
-    return packs
+    should_pack: bool = type(module)._should_flatten_inputs(module, *args, **kwargs)
+    return should_pack

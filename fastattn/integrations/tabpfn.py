@@ -114,7 +114,7 @@ _ARCHITECTURES = [f"tabpfn.architectures.tabpfn_{version}" for version in ("v2",
 _PROJECTIONS = [f"{x}_projection" for x in ("q", "k", "v", "out")]
 _ATTENTIONS = ("per_sample_attention_between_features", "per_column_attention_between_cells")
 _NORMS = ("layernorm_mha1", "layernorm_mha2", "layernorm_mlp")
-_CELLS = 256  # at least as many multiply a weight at a time
+_CELLS = 256  # the least number of cells that the kernel multiplies by a weight at a time
 
 
 class FusedBlock(Native):
@@ -124,7 +124,7 @@ class FusedBlock(Native):
 
         a = norm_1(x + A(x)), \\quad b = norm_2(a + B(a)), \\quad y = norm_3(b + MLP(b))
 
-    A is attention within each row, B within each column. Beside y, its memory is small.
+    A is attention within each row, B within each column. Beside y it needs little memory.
     """
 
     WHAT = "a layer of tables"
@@ -138,16 +138,16 @@ class FusedBlock(Native):
         cached_kv: Any = None,
         return_kv: bool = False,
     ) -> tuple[Tensor, Any]:
-        """As ``TabPFNBlock``, which takes x [B, R, C, E] out of a list, and with a factor of memory
-        writes the result in its place."""
+        """As ``TabPFNBlock``: takes x [B, R, C, E] out of a list, if it is in one, and writes the
+        result in the place of x if there is a ``save_peak_memory_factor``."""
         x = x_BRCE_container[0] if isinstance(x_BRCE_container, list) else x_BRCE_container
         in_place = save_peak_memory_factor is not None
-        results = self._fused(x, single_eval_pos, cached_kv, in_place, return_kv)
+        results = self._try_native(x, single_eval_pos, cached_kv, in_place, return_kv)
         if results is None:
             stock: Any = super()
-            named = {"cached_kv": cached_kv, "return_kv": return_kv}
+            args = (x_BRCE_container, single_eval_pos, save_peak_memory_factor)
             result: tuple[Tensor, Any] = stock.forward(
-                x_BRCE_container, single_eval_pos, save_peak_memory_factor, **named
+                *args, cached_kv=cached_kv, return_kv=return_kv
             )
             return result
         y, key, value = results
@@ -155,21 +155,22 @@ class FusedBlock(Native):
             del x_BRCE_container[0]
         return y, _cache_entry()(key=key, value=value) if return_kv else None
 
-    def _fused(self, x: Any, known: int, cached: Any, in_place: bool, keeps: bool) -> Any:
+    def _try_native(self, x: Any, known: int, cached: Any, in_place: bool, keeps: bool) -> Any:
+        """The output, and the keys and values of the ``known`` rows; None without a plan."""
         if not compat.may_plan() or compat.has_global_hook():
             return None
-        plan = plan_of(self, _Block)
+        plan = plan_of(self, _BlockPlan)
         if plan is None or plan.options is None or plan.why_not(x.dtype):
             return None
-        run: Any = dispatch.load("cpu").table_layer  # type: ignore[union-attr]
-        cache = (None, None) if cached is None else (cached.key, cached.value)
-        wants_gradients = torch.is_grad_enabled()
-        calls = {"in_place": in_place, "keeps": keeps, "wants_gradients": wants_gradients}
+        table_layer: Any = dispatch.load("cpu").table_layer  # type: ignore[union-attr]
+        keys, values = (None, None) if cached is None else (cached.key, cached.value)
         eps = tuple(_default_eps(x.dtype) if each is None else each for each in plan.eps)
-        return run(x, *cache, eps=eps, known=known, **plan.options, **calls)
+        options = {**plan.options, "in_place": in_place, "keeps": keeps}
+        options["wants_gradients"] = torch.is_grad_enabled()
+        return table_layer(x, keys, values, eps=eps, known=known, **options)
 
     def why_not_native(self) -> str:
-        plan = plan_of(self, _Block)
+        plan = plan_of(self, _BlockPlan)
         if plan is None or plan.options is None:
             return "a part of it is of another class, is watched by a hook, or has unusual options"
         weight = plan.options["parts"][0][0]
@@ -178,7 +179,7 @@ class FusedBlock(Native):
         return plan.why_not(weight.dtype)
 
 
-class _Block(Plan):
+class _BlockPlan(Plan):
     """The native plan of a layer: the options of its call, None if it can have none."""
 
     options: dict[str, Any] | None = None
@@ -186,24 +187,25 @@ class _Block(Plan):
     def __init__(self, block: nn.Module) -> None:
         inside = [x for x in block.modules() if x is not block]
         super().__init__(inside, compat.state_of(block))
-        with contextlib.suppress(AttributeError, KeyError):  # other parts than the usual
-            self.options = self._read(block, inside)
+        with contextlib.suppress(AttributeError, KeyError):  # the layer lacks a usual part
+            self.options = self._native_options(block, inside)
 
-    def _read(self, block: nn.Module, inside: list[nn.Module]) -> dict[str, Any] | None:
+    def _native_options(self, block: nn.Module, inside: list[nn.Module]) -> dict[str, Any] | None:
+        """The options of a native call; None if a part of the layer is unusual."""
         attentions = [part_of(block, name) for name in _ATTENTIONS]
-        linear = [part_of(x, name) for x in attentions for name in _PROJECTIONS]
-        linear += [part_of(block, "mlp.0"), part_of(block, "mlp.2")]
+        projections = [part_of(x, name) for x in attentions for name in _PROJECTIONS]
+        linear = [*projections, part_of(block, "mlp.0"), part_of(block, "mlp.2")]
         norms = [part_of(block, name) for name in _NORMS]
         self.width, self.hidden = linear[-1].weight.shape
-        kinds = {type(x) for x in (*attentions, *norms)}
+        classes = {type(x) for x in (*attentions, *norms)}
         is_usual = (
             not compat.have_hooks(inside, does_nothing)
             and all(type(x) in LINEAR for x in linear)
-            and all(kind.__module__ == type(block).__module__ for kind in kinds)
+            and all(each.__module__ == type(block).__module__ for each in classes)
             and len({type(x) for x in norms}) == 1
             and all(x.normalized_shape == (self.width,) for x in norms)
             and all(x.num_heads == attentions[0].num_heads for x in attentions)
-            and all(x.weight.shape == (self.width, self.width) for x in linear[:8])
+            and all(x.weight.shape == (self.width, self.width) for x in projections)
             and type(block.mlp) is nn.Sequential
             and len(block.mlp) == 3
             and is_exact_gelu(part_of(block, "mlp.1"))
@@ -218,6 +220,7 @@ class _Block(Plan):
         }
 
     def why_not(self, dtype: torch.dtype) -> str:
+        """Why a native call would be slower in this dtype; "" if it is not."""
         if _CELLS * self.width * self.hidden <= largest_layer(dtype):
             return ""
         name = str(dtype).removeprefix("torch.")
@@ -226,11 +229,12 @@ class _Block(Plan):
 
 @functools.cache
 def _default_eps(dtype: torch.dtype) -> float:
-    """The eps of an RMSNorm without one, which differs between versions of PyTorch."""
+    """The eps of an RMSNorm whose eps is None, which differs between versions of PyTorch."""
+    # The candidate that is nearest to the eps of y = x / sqrt(x^2 + eps), the norm of one number.
     x = torch.full((1,), 2.0**-10, dtype=dtype)
-    eps = float((x / F.rms_norm(x, (1,))).double().square() - x.double().square())
-    known = [torch.finfo(each).eps for each in (torch.float32, dtype)]
-    return min(known, key=lambda each: abs(math.log(max(eps, 1e-30) / each)))
+    measured = float((x / F.rms_norm(x, (1,))).double().square() - x.double().square())
+    candidates = [torch.finfo(each).eps for each in (torch.float32, dtype)]
+    return min(candidates, key=lambda eps: abs(math.log(max(measured, 1e-30) / eps)))
 
 
 @functools.cache
@@ -241,9 +245,8 @@ def _cache_entry() -> Any:
 def block_class(module: nn.Module) -> type | None:
     """The class with a native forward for a layer of TabPFN, None if it has none."""
     kind = type(module)
-    return (
-        FusedBlock if kind.__name__ == "TabPFNBlock" and kind.__module__ in _ARCHITECTURES else None
-    )
+    has_native = kind.__name__ == "TabPFNBlock" and kind.__module__ in _ARCHITECTURES
+    return FusedBlock if has_native else None
 
 
 def is_of_tabpfn(module: nn.Module) -> bool:

@@ -91,7 +91,7 @@ def attend(*args: Any, **options: Any) -> Tensor:
     down.
     """
     if _active:
-        out = _attend(*args, **options)
+        out = _try_fastattn(*args, **options)
         if out is not None:
             return out
     stock: Tensor = stock_attention(*args, **options)
@@ -106,10 +106,11 @@ def _attend_in_vmap(query: Tensor, *args: Any, **options: Any) -> Tensor:
     return stock
 
 
-_NO_MASK = True  # of fastattn.masks
+# Marks the signature of a call without a mask of fastattn.masks, as in fastattn.ops.sdpa.
+_NO_MASK = True
 
 
-def _attend(
+def _try_fastattn(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -135,6 +136,7 @@ def _attend(
         return None
     if attn_mask is not None and attn_mask.dim() < 2 and query.dim() == 4:
         return None  # PyTorch's fused kernel refuses it
+    # None: alibi_slopes, sinks, relative_bias.
     tensors = (query, key, value, attn_mask, None, None, None)
     signature, plan = plans.find(tensors, _NO_MASK, dropout_p, is_causal, scale, enable_gqa)
     if plan is not None:

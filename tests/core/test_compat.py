@@ -132,7 +132,7 @@ def test_a_missing_dispatch_mode_is_a_clear_error(monkeypatch: pytest.MonkeyPatc
 
     with pytest.raises(RuntimeError, match="lacks the modes that this needs"):
         Mode("argument")
-    monkeypatch.setitem(compat._found, "torch._subclasses.fake_tensor.FakeTensorMode", None)
+    monkeypatch.setitem(compat._objects, "torch._subclasses.fake_tensor.FakeTensorMode", None)
     with pytest.raises(RuntimeError, match="lacks the modes that this needs"):
         compat.tensors_without_memory()
 

@@ -101,7 +101,7 @@ def test_every_dtype_must_fit(name: str, own: torch.dtype) -> None:
         made = dict.fromkeys(names, own)
         if "key_scales" in names:
             made["key_cache"] = torch.int8
-        for tensor, like, rule in dtypes._allowed:
+        for tensor, like, rule in dtypes._rules:
             if tensor != "key_cache":
                 made[tensor] = rule(made[names[like]])[0]
         return [torch.empty((), dtype=(made | others)[n], device="meta") for n in names]

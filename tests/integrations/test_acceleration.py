@@ -310,7 +310,7 @@ def test_a_part_runs_on_the_backend_of_its_dtype_or_the_forced_one() -> None:
 
 
 def test_the_report_has_the_share_of_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acceleration, "_gemms", lambda weight: ("cpu", "why"))
+    monkeypatch.setattr(acceleration, "_gemm_of_weight", lambda weight: ("cpu", "why"))
     linear, others = nn.Linear(4, 6), (nn.Conv1d(2, 3, 4), nn.LazyConv1d(3, 4))
     model = nn.Sequential(nn.Embedding(9, 4), linear, *others)
     (part,) = accelerate(model).linear

@@ -66,10 +66,10 @@ def test_gradients_of_tables_with_checkpoints(name: str, reentrant: bool) -> Non
 def test_a_sharded_table_is_refused_in_a_recomputed_layer() -> None:
     embedding = torch.nn.Embedding(32, 4)
     compact = _compact.CompactBias(bias.T5(embedding.weight.detach() + 0), embedding=embedding)
-    assert compact.connected().relative_bias.table.requires_grad
+    assert compact.with_gradient().relative_bias.table.requires_grad
     embedding.weight.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
-        compact.connected()
+        compact.with_gradient()
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

@@ -225,9 +225,9 @@ def test_tables_are_kept_until_a_value_changes(monkeypatch: pytest.MonkeyPatch) 
     with torch.inference_mode():
         assert [runs(), runs()] == [0, 0]
     assert model(input_ids=IDS).last_hidden_state.requires_grad
-    assert len(_relative._kept) == 1
+    assert len(_relative._tables_of) == 1
     fastattn.restore(model)
-    assert not len(_relative._kept)
+    assert not len(_relative._tables_of)
 
 
 def test_no_matrix_of_pairs_is_stored() -> None:

@@ -17,7 +17,7 @@ from fastattn.integrations.transformers._support import is_model_input, takes_an
 from fastattn.ops import merge_states, scaled_dot_product_attention, varlen_attention
 
 # Arguments that models pass to every layer and that do not change attention. Composite models also
-# pass their own inputs (PaliGemma: labels), see is_model_input.
+# pass their own inputs (PaliGemma: labels), which is_model_input finds.
 _IRRELEVANT = frozenset(
     """
     cache_position decoder_attention_mask decoder_input_ids deterministic generation_mode
@@ -113,7 +113,7 @@ def attention_forward(
         cu_seq_lens_k = paged["cu_seq_lens_k"]
     compact = None
     if isinstance(position_bias, CompactBias):  # T5
-        compact, position_bias = position_bias.connected(), None
+        compact, position_bias = position_bias.with_gradient(), None
     if isinstance(attention_mask, CompactBias):  # Swin
         compact, attention_mask = attention_mask, attention_mask.mask
     if attention_mask is None and not takes_any_mask(getattr(module, "config", None)):
@@ -123,27 +123,27 @@ def attention_forward(
     need_weights = bool(output_attentions) or weights_are_recorded(module)
     call = _Call(query, key, value, scaling, softcap, dropout, need_weights, compact)
     if s_aux is not None:
-        wide = torch.promote_types(query.dtype, torch.float32)
-        call = replace(call, sinks=s_aux.to(wide))
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        call = replace(call, sinks=s_aux.to(dtype))
     elif sinks is not None:
-        call = replace(call, row_sinks=_joined(sinks))
+        call = replace(call, row_sinks=_logsumexp(sinks))
 
-    starts = None
+    starts = None  # of the packed sequences, in the queries and in the keys
     if isinstance(attention_mask, StructuredMask):
-        visible = _read(attention_mask, query, key)
+        visible = _visible_of(attention_mask, query, key)
         if attention_mask.starts is not None:
             starts = (attention_mask.starts, attention_mask.starts)
     elif attention_mask is not None:
-        visible = _Visible(_fitted(attention_mask, query, key))
+        visible = _Visible(_fit_mask(attention_mask, query, key))
     else:
-        visible = _without_mask(query, key, bool(is_causal), sliding_window)
+        visible = _visible_without_mask(query, key, bool(is_causal), sliding_window)
     if indices is not None:
-        chosen = _chosen(indices[:, None], key.shape[2])
-        visible = replace(visible, mask=_restricted(chosen, visible.mask))
+        chosen = _mask_of_indices(indices[:, None], key.shape[2])
+        visible = replace(visible, mask=_restrict(chosen, visible.mask))
     if block_indices is not None:
         indexer: Any = module.indexer
-        chosen = _chosen_blocks(block_indices, indexer.block_size, query, key)
-        visible = replace(visible, mask=_restricted(chosen, visible.mask))
+        chosen = _mask_of_blocks(block_indices, indexer.block_size, query, key)
+        visible = replace(visible, mask=_restrict(chosen, visible.mask))
     if starts is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         starts = (cu_seq_lens_q, cu_seq_lens_k)
 
@@ -151,9 +151,9 @@ def attention_forward(
         has_no_bias = position_bias is None and compact is None
         if visible.mask is None and has_no_bias and not call.need_weights:
             return _attend_packed(call, visible, *starts), None
-        visible = _unpacked(call, visible, *starts)
+        visible = _separate_sequences(call, visible, *starts)
     if position_bias is not None:
-        visible = replace(visible, mask=_biased(position_bias, visible.mask, key))
+        visible = replace(visible, mask=_add_bias(position_bias, visible.mask, key))
     return _attend(call, visible)
 
 
@@ -197,10 +197,10 @@ class _Visible:
     offset: int = 0
 
 
-def _read(mask: StructuredMask, query: Tensor, key: Tensor) -> _Visible:
+def _visible_of(mask: StructuredMask, query: Tensor, key: Tensor) -> _Visible:
     """The visible pairs of a structured mask, checked against the layer's lengths."""
     expected = (query.shape[2], key.shape[2])
-    if mask.shape[2:] != expected:  # a cache may have more or fewer keys than it said
+    if mask.shape[2:] != expected:  # a cache may have more or fewer keys than it announced
         raise RuntimeError(
             "fastattn's attention for transformers: the attention mask has "
             f"{mask.shape[2]} queries and {mask.shape[3]} keys, the layer has "
@@ -210,22 +210,23 @@ def _read(mask: StructuredMask, query: Tensor, key: Tensor) -> _Visible:
     return _Visible(padding, mask.pattern.left, mask.pattern.right, mask.offset)
 
 
-def _without_mask(
+def _visible_without_mask(
     query: Tensor, key: Tensor, is_causal: bool, sliding_window: int | None
 ) -> _Visible:
     """The visible pairs without a mask. A single query is at the last key."""
     q_len, k_len = query.shape[2], key.shape[2]
     offset = k_len - 1 if q_len == 1 else 0
     left = -1 if sliding_window is None or sliding_window >= k_len else sliding_window - 1
+    right = left
     if is_causal:
-        return _Visible(None, left, 0 if q_len > 1 else -1, offset)
-    return _Visible(None, left, left, offset)
+        right = 0 if q_len > 1 else -1  # the last query can see all keys
+    return _Visible(None, left, right, offset)
 
 
-def _fitted(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask in the form of fastattn's attention."""
+def _fit_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The mask with a shape and a dtype that fastattn's attention accepts."""
     k_len = key.shape[2]
-    if mask.dim() == 2 and mask.shape == (query.shape[0], k_len):  # as for flash attention
+    if mask.dim() == 2 and mask.shape == (query.shape[0], k_len):  # padding, as for flash attention
         mask = mask[:, None, None, :].bool()
     if mask.shape[-1] > k_len:
         mask = mask[..., :k_len]
@@ -236,38 +237,38 @@ def _fitted(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return mask
 
 
-def _chosen(indices: Tensor, count: int) -> Tensor:
+def _mask_of_indices(indices: Tensor, count: int) -> Tensor:
     """[..., Lq, count]: True at ``indices`` [..., Lq, k]; negative indices are ignored."""
-    chosen = torch.zeros(*indices.shape[:-1], count + 1, dtype=torch.bool, device=indices.device)
-    keys = indices.long()
-    return chosen.scatter(-1, torch.where(keys < 0, count, keys), True)[..., :count]
+    mask = torch.zeros(*indices.shape[:-1], count + 1, dtype=torch.bool, device=indices.device)
+    columns = torch.where(indices < 0, count, indices.long())  # the last column is cut off
+    return mask.scatter(-1, columns, True)[..., :count]
 
 
-def _chosen_blocks(indices: Tensor, size: int, query: Tensor, key: Tensor) -> Tensor:
+def _mask_of_blocks(indices: Tensor, size: int, query: Tensor, key: Tensor) -> Tensor:
     """[B, Hq, Lq, Lk]: True at the keys of the blocks ``indices`` [B, G, Lq, k]."""
     k_len = key.shape[2]
-    chosen = _chosen(indices, -(-k_len // size)).repeat_interleave(size, dim=-1)[..., :k_len]
-    return chosen.repeat_interleave(query.shape[1] // indices.shape[1], dim=1)
+    mask = _mask_of_indices(indices, -(-k_len // size)).repeat_interleave(size, dim=-1)[..., :k_len]
+    return mask.repeat_interleave(query.shape[1] // indices.shape[1], dim=1)
 
 
-def _restricted(chosen: Tensor, mask: Tensor | None) -> Tensor:
-    """The mask with only the chosen pairs."""
-    return chosen if mask is None else _both(chosen, mask)
+def _restrict(chosen: Tensor, mask: Tensor | None) -> Tensor:
+    """The mask, restricted to the pairs of a boolean ``chosen``."""
+    return chosen if mask is None else _intersect(chosen, mask)
 
 
-def _both(keep: Tensor, mask: Tensor) -> Tensor:
-    """The pairs of a boolean ``keep``, with the values of a boolean or floating mask."""
+def _intersect(keep: Tensor, mask: Tensor) -> Tensor:
+    """The pairs that both ``keep``, a boolean mask, and a boolean or floating mask allow."""
     if mask.dtype is torch.bool:
         return keep & mask
     return torch.where(keep, mask, -torch.inf)
 
 
-def _biased(bias: Tensor, mask: Tensor | None, key: Tensor) -> Tensor:
-    """A bias of all pairs, with the pairs of the mask only."""
+def _add_bias(bias: Tensor, mask: Tensor | None, key: Tensor) -> Tensor:
+    """The mask with a bias added, as a floating mask."""
     bias = bias[..., : key.shape[2]]
     if mask is None:
         return bias
-    return _both(mask, bias) if mask.dtype is torch.bool else bias + mask
+    return _intersect(mask, bias) if mask.dtype is torch.bool else bias + mask
 
 
 def _attend(call: _Call, visible: _Visible) -> tuple[Tensor, Tensor | None]:
@@ -275,10 +276,12 @@ def _attend(call: _Call, visible: _Visible) -> tuple[Tensor, Tensor | None]:
     q_len, k_len = call.query.shape[2], call.key.shape[2]
     key, value, mask = call.key, call.value, visible.mask
     left, right, offset = visible.left, visible.right, visible.offset
-    visible_keys = k_len
-    if call.compact is not None:  # its offset is 0, or aligns the last query with the last key
+    visible_keys = k_len  # the keys that any query can see
+    # The operator supports two offsets: 0, and the last query at the last key. The table of a
+    # compact bias has one of these; a window of another offset becomes a part of the mask.
+    if call.compact is not None:
         if (left, right) != (-1, -1) and offset != call.compact.offset:
-            mask = _with_window(call, visible)
+            mask = _add_window(call, visible)
             left = right = -1
         offset = call.compact.offset
     if (left, right) != (-1, -1) and offset not in (0, k_len - q_len):
@@ -287,7 +290,7 @@ def _attend(call: _Call, visible: _Visible) -> tuple[Tensor, Tensor | None]:
             key, value = key[:, :, :visible_keys], value[:, :, :visible_keys]
             mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., :visible_keys]
         else:
-            mask = _with_window(call, visible)
+            mask = _add_window(call, visible)
             left = right = -1
     is_causal = mask is None and (left, right) == (-1, 0)
     results = scaled_dot_product_attention(
@@ -295,10 +298,10 @@ def _attend(call: _Call, visible: _Visible) -> tuple[Tensor, Tensor | None]:
         key,
         value,
         mask,
-        call.dropout_p,
-        is_causal,
-        call.scale,
-        call.query.shape[1] != key.shape[1],
+        dropout_p=call.dropout_p,
+        is_causal=is_causal,
+        scale=call.scale,
+        enable_gqa=call.query.shape[1] != key.shape[1],
         window=None if is_causal or (left, right) == (-1, -1) else (left, right),
         softcap=call.softcap,
         sinks=call.sinks,
@@ -310,20 +313,21 @@ def _attend(call: _Call, visible: _Visible) -> tuple[Tensor, Tensor | None]:
     out, *further_results = results if isinstance(results, tuple) else (results,)
     weights = further_results[-1] if call.need_weights else None
     if call.row_sinks is not None:
-        out, key_share = _with_row_sinks(out, further_results[0], call.row_sinks)
-        weights = None if weights is None else (weights * key_share[..., None]).to(weights.dtype)
+        out, share_of_keys = _add_row_sinks(out, further_results[0], call.row_sinks)
+        if weights is not None:
+            weights = (weights * share_of_keys[..., None]).to(weights.dtype)
     if weights is not None and visible_keys < k_len:
         weights = torch.nn.functional.pad(weights, (0, k_len - visible_keys))
     return out.transpose(1, 2).contiguous(), weights
 
 
-def _with_window(call: _Call, visible: _Visible) -> Tensor:
+def _add_window(call: _Call, visible: _Visible) -> Tensor:
     """The mask and the window as one mask."""
     batch, _, q_len, _ = call.query.shape
     shape = (batch, 1, q_len, call.key.shape[2])
     pattern = Pattern(visible.left, visible.right)
     window = dense_mask(shape, pattern, visible.offset, call.query.device)
-    return window if visible.mask is None else _both(window, visible.mask)
+    return window if visible.mask is None else _intersect(window, visible.mask)
 
 
 def _attend_packed(call: _Call, visible: _Visible, q_starts: Tensor, k_starts: Tensor) -> Tensor:
@@ -351,46 +355,48 @@ def _attend_packed(call: _Call, visible: _Visible, q_starts: Tensor, k_starts: T
     else:
         out, lse = results  # [B · Lq, Hq, Dv], [Hq, B · Lq]
         sinks = call.row_sinks.transpose(0, 1).flatten(1)
-        out = _with_row_sinks(out.transpose(0, 1), lse, sinks)[0].transpose(0, 1)
+        out = _add_row_sinks(out.transpose(0, 1), lse, sinks)[0].transpose(0, 1)
     return out.unflatten(0, (batch, q_len)).contiguous()
 
 
-def _with_row_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Add a sink to each row of [..., L, Dv]; return out, and the share of the keys [..., L].
+def _add_row_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Add a sink to each row of [..., L, Dv]; return out, and the weight of all keys [..., L].
 
-    The operators only have a sink per head. A sink is a state with the value 0, and a sink of inf
-    leaves the keys no weight.
+    The operators support one sink per head only. A sink is a key with the value 0, which is merged
+    with the keys; a sink of inf leaves the keys no weight.
     """
     zero_values, infinite_sink = out.new_zeros(1).expand_as(out), sinks == torch.inf
     finite = torch.where(infinite_sink, 0.0, sinks.to(lse.dtype))
     out, total = merge_states(out, lse, zero_values, finite.contiguous())
     keys_have_no_weight = infinite_sink | (lse == -torch.inf)
-    share = torch.where(keys_have_no_weight, 0.0, torch.exp(lse - total))
-    return torch.where(infinite_sink[..., None], 0.0, out), share
+    share_of_keys = torch.where(keys_have_no_weight, 0.0, torch.exp(lse - total))
+    return torch.where(infinite_sink[..., None], 0.0, out), share_of_keys
 
 
-def _joined(sinks: Tensor) -> Tensor:
-    """The log-sum-exp of [..., n]. An infinite one passes no gradient: PyTorch's would be NaN."""
+def _logsumexp(sinks: Tensor) -> Tensor:
+    """The log-sum-exp of [..., n]. Where it is infinite it passes no gradient: it would be NaN."""
     total = sinks.detach().logsumexp(-1)
     infinite = total.isinf()
     finite = torch.where(infinite[..., None], 0.0, sinks).logsumexp(-1)
     return torch.where(infinite, total, finite)
 
 
-def _unpacked(call: _Call, visible: _Visible, q_starts: Tensor, k_starts: Tensor) -> _Visible:
-    """The visible pairs as a mask [B, 1, Lq, Lk] that also separates the sequences."""
+def _separate_sequences(
+    call: _Call, visible: _Visible, q_starts: Tensor, k_starts: Tensor
+) -> _Visible:
+    """The visible pairs of packed sequences as a mask [B, 1, Lq, Lk] of all rows."""
     batch = call.query.shape[0]
-    q_sequence, q_distance = _places(q_starts, batch, call.query.shape[2])
-    k_sequence, k_distance = _places(k_starts, batch, call.key.shape[2])
+    q_sequence, q_distance = _sequences_of_rows(q_starts, batch, call.query.shape[2])
+    k_sequence, k_distance = _sequences_of_rows(k_starts, batch, call.key.shape[2])
     distance = q_distance[:, :, None] - k_distance[:, None, :]
     keep = in_window(distance, visible.left, visible.right)
     keep = (keep & (q_sequence[:, :, None] == k_sequence[:, None, :]))[:, None]
-    return _Visible(keep if visible.mask is None else _both(keep, visible.mask))
+    return _Visible(keep if visible.mask is None else _intersect(keep, visible.mask))
 
 
-def _places(starts: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor]:
+def _sequences_of_rows(starts: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor]:
     """The sequence of each row, and its distance from the sequence's end. Both [B, L]."""
     rows = torch.arange(batch * length, device=starts.device, dtype=starts.dtype)
     sequence = torch.searchsorted(starts[1:], rows, right=True)
-    ends = torch.nn.functional.pad(starts[1:], (0, 1), value=batch * length)
+    ends = torch.nn.functional.pad(starts[1:], (0, 1), value=batch * length)  # for other rows
     return sequence.view(batch, length), (rows - ends[sequence]).view(batch, length)

@@ -18,14 +18,14 @@ from fastattn.integrations._registration import Undoable
 
 @dataclass(frozen=True)
 class CompactBias:
-    """Passed on by a layer instead of its bias: a table, and the mask that was added to it."""
+    """What a layer returns and passes on instead of a bias: its table, and the mask added to it."""
 
     relative_bias: T5 | Window2d
     offset: int = 0  # the position of query 0 among the keys
     mask: Tensor | None = None
     embedding: nn.Module | None = None  # of T5: its rows are the table
 
-    def connected(self) -> CompactBias:
+    def with_gradient(self) -> CompactBias:
         """Return a copy whose table passes gradients, in a layer that runs a second time.
 
         A reentrant checkpoint first runs the layers without gradients. When they run again, it
@@ -91,7 +91,7 @@ class CompactBiases(Undoable):
         self._replaced: list[tuple[weakref.ref[nn.Module], str]] = []
 
     def replace(self, module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-        """Put a function in front of a method of one module."""
+        """Replace a method of one module by a function, unless an earlier call has."""
         if name not in vars(module):
             vars(module)[name] = function
             self._replaced.append((weakref.ref(module), name))
@@ -108,15 +108,15 @@ class CompactBiases(Undoable):
 def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
     """Yield each module that makes a bias, the name of its method, and the wrapper for it."""
     for module in model.modules():
-        if _is(module, "t5 mt5", "Attention") and hasattr(module, "relative_attention_bias"):
+        if _is_of(module, "t5 mt5", "Attention") and hasattr(module, "relative_attention_bias"):
             yield module, "compute_bias", functools.partial(_bias_of_t5, module)
-        elif _is(module, "swin", "SwinAttention"):
+        elif _is_of(module, "swin", "SwinAttention"):
             bias: Any = module.relative_position_bias
             yield bias, "forward", functools.partial(_bias_of_swin, bias, module.config)
 
 
-def _is(module: nn.Module, packages: str, name: str) -> bool:
-    """Whether the module's class belongs to one of these models and uses the registry."""
+def _is_of(module: nn.Module, packages: str, name: str) -> bool:
+    """Whether a module's class is in one of the packages, ends in ``name``, uses the registry."""
     source = type(module).__module__
     models = [f"transformers.models.{model}.modeling_{model}" for model in packages.split()]
     return (
@@ -126,8 +126,8 @@ def _is(module: nn.Module, packages: str, name: str) -> bool:
     )
 
 
-def _is_ours(config: Any) -> bool:
-    """Whether this configuration runs on fastattn's attention."""
+def _runs_on_fastattn(config: Any) -> bool:
+    """Whether models of this configuration run on fastattn's attention."""
     return getattr(config, "_attn_implementation", None) == "fastattn"
 
 
@@ -140,13 +140,13 @@ def _bias_of_t5(
 ) -> CompactBias | Tensor:
     """Replaces ``T5Attention.compute_bias``."""
     offset = past_seen_tokens
-    # A static cache counts its tokens in a tensor, and has keys past the last token.
+    # A static cache counts its tokens in a tensor, and has keys beyond the last token.
     aligned = isinstance(offset, int) and offset in (0, key_length - query_length)
-    if not (aligned and _is_ours(layer.config)):
+    if not (aligned and _runs_on_fastattn(layer.config)):
         return type(layer).compute_bias(
             layer, query_length, key_length, device=device, past_seen_tokens=offset
         )
-    # Later layers use the table too. A parameter itself may be sharded again by then (FSDP).
+    # Later layers read the table too, when FSDP may have sharded the parameter, but not its rows.
     embedding = layer.relative_attention_bias
     bias = T5(_rows_of(embedding), not layer.is_decoder, layer.relative_attention_max_distance)
     return CompactBias(bias, offset, embedding=embedding)
@@ -160,8 +160,8 @@ def _rows_of(embedding: Any) -> Tensor:
 
 def _bias_of_swin(layer: Any, config: Any) -> CompactBias | Tensor:
     """Replaces ``SwinRelativePositionBias.forward``."""
-    # The compiler cannot trace the sum of another object and the mask.
-    if not _is_ours(config) or torch.compiler.is_compiling():
+    # The compiler cannot trace the sum of a CompactBias and the mask.
+    if not _runs_on_fastattn(config) or torch.compiler.is_compiling():
         return type(layer).forward(layer)
     height, width = layer.window_size
     return CompactBias(Window2d(layer.relative_position_bias_table, (height, width)))

@@ -20,7 +20,7 @@ _NAME = "attn_implementation='fastattn_context_parallel'"
 
 
 class TransformersContext(Context):
-    """The distribution of the rows; its methods are transformers' two interfaces."""
+    """How ranks share the rows of a sequence; its methods are what transformers registers."""
 
     def attention_forward(
         self,
@@ -41,18 +41,18 @@ class TransformersContext(Context):
         """The attention function for the rows of this rank and the keys of all ranks."""
         check_others(module, kwargs)
         if output_attentions or weights_are_recorded(module):
-            raise NotImplementedError(f"{_NAME} has no attention weights")
+            raise NotImplementedError(f"{_NAME} cannot return attention weights")
         if isinstance(attention_mask, StructuredMask):
             pattern, padding = attention_mask.pattern, attention_mask.padding
         elif attention_mask is None:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-            left = -1 if sliding_window is None else sliding_window - 1
-            pattern, padding = Pattern(left, 0 if causal else left), None
+            size = -1 if sliding_window is None else sliding_window - 1
+            pattern, padding = Pattern(left=size, right=0 if causal else size), None
         else:
             raise NotImplementedError(
-                f"{_NAME}: {type(module).__name__} changes its mask, so it must be on one rank"
+                f"{_NAME}: {type(module).__name__} changes its mask, so it must run on one rank"
             )
-        wide = torch.promote_types(query.dtype, torch.float32)
+        sinks_dtype = torch.promote_types(query.dtype, torch.float32)
         out = attention(
             query,
             key,
@@ -63,7 +63,7 @@ class TransformersContext(Context):
             attn_mask=None if padding is None else padding[:, None, None, :],
             window=(pattern.left, pattern.right),
             softcap=softcap,
-            sinks=None if s_aux is None else s_aux.to(wide),
+            sinks=None if s_aux is None else s_aux.to(sinks_dtype),
             dropout_p=dropout,
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
@@ -82,23 +82,24 @@ class TransformersContext(Context):
         **kwargs: Any,
     ) -> StructuredMask:
         """The pattern of ``mask_function``, in positions of the whole sequence, and all padding."""
-        positions = kwargs.get("cache_position")  # of transformers 5.0
+        positions = kwargs.get("cache_position")  # transformers 5.0 passes it instead of q_length
         if positions is not None:
             q_length, q_offset = len(positions), positions[0] if len(positions) else 0
         if int(q_offset) or kv_offset:
             raise NotImplementedError(f"{_NAME} has no cache of keys: call with use_cache=False")
         pattern = Pattern(right=0) if mask_function is None else pattern_of(mask_function)
         if pattern is None:
-            raise NotImplementedError(f"{_NAME} has causal masks and windows, got another mask")
+            raise NotImplementedError(f"{_NAME} supports only causal masks and windows")
         if pattern.segments is not None:
             raise NotImplementedError(
-                f"{_NAME}: transformers takes jumps of position_ids for packed sequences; pass "
+                f"{_NAME}: transformers interprets jumps of position_ids as packed sequences; pass "
                 "attention_mask=torch.ones_like(input_ids)"
             )
+        padding = None
         if attention_mask is not None:
-            attention_mask = gather_columns(attention_mask.bool(), self.group, self.layout)
-            attention_mask = None if bool(attention_mask.all()) else attention_mask
+            padding = gather_columns(attention_mask.bool(), self.group, self.layout)
+            padding = None if bool(padding.all()) else padding
         assert q_length is not None
         shape = (batch_size, 1, q_length, kv_length)
         device = torch.device(kwargs.get("device", "cpu"))
-        return StructuredMask(shape, pattern, 0, attention_mask, device)
+        return StructuredMask(shape, pattern, offset=0, padding=padding, device=device)

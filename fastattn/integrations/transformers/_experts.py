@@ -24,12 +24,12 @@ def experts_interface() -> Any:
 def experts_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """The experts of a layer on the tokens that a router gave them.
+    """Run the experts of a layer on the tokens that the router assigned to them.
 
         y_t = Σ_k w_tk down_e(gate(up_e(x_t))),   e = top_k_index[t, k]
 
-    The rows of an expert are brought together, so each of its products is one linear layer, whose
-    GEMM is the fastest for the dtype, the size and the processor.
+    The rows of an expert are gathered, so each of its products is one linear layer, whose GEMM is
+    the fastest for the dtype, the size and the processor.
 
     Args:
         hidden_states, top_k_index, top_k_weights: x [T, E]; [T, K], where the index
@@ -42,14 +42,15 @@ def experts_forward(
     experts_per_token = top_k_index.shape[-1]
     experts, order = top_k_index.reshape(-1).sort(stable=True)
     counts = experts.bincount(minlength=self.num_experts)[: self.num_experts].tolist()
-    rows = hidden_states[order // experts_per_token].split([*counts, len(experts) - sum(counts)])
-    up_name, down_name = ("gate_up_proj" if self.has_gate else "up_proj"), "down_proj"
+    counts.append(len(experts) - sum(counts))  # rows without an expert
+    *rows, other_rows = hidden_states[order // experts_per_token].split(counts)
+    up_layers = _layers(self, "gate_up_proj" if self.has_gate else "up_proj")
     outputs = []
-    for x, up, down in zip(rows, _layers(self, up_name), _layers(self, down_name), strict=False):
+    for x, up, down in zip(rows, up_layers, _layers(self, "down_proj"), strict=False):
         if len(x):
             h = linear(x, *up)
             outputs.append(linear(self._apply_gate(h) if self.has_gate else self.act_fn(h), *down))
-    outputs.append(rows[-1].new_zeros(len(rows[-1]), hidden_states.shape[1]))  # without an expert
+    outputs.append(other_rows.new_zeros(len(other_rows), hidden_states.shape[1]))
     rows_out = torch.cat(outputs)
     if getattr(self, "has_post_expert_norm", False):
         rows_out = self.post_expert_norm(rows_out)
@@ -64,7 +65,7 @@ def experts_forward(
 
 
 def _layers(experts: Any, name: str) -> list[tuple[Tensor, Tensor | None]]:
-    """The weight and the bias of each expert; `unbind` has one gradient for all."""
+    """The weight and the bias of each expert; `unbind` makes one gradient for all of them."""
     weights = getattr(experts, name).unbind(0)
     biases = (
         getattr(experts, f"{name}_bias").unbind(0) if experts.has_bias else [None] * len(weights)

@@ -56,15 +56,15 @@ class StructuredMask(Tensor):
         if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             (mask,) = args
             return cls(mask.shape, mask.pattern, mask.offset, mask.padding, mask.device)
-        return function(*_as_dense(args), **_as_dense(kwargs or {}))
+        return function(*_densify(args), **_densify(kwargs or {}))
 
     def dense(self) -> Tensor:
         """The mask as an ordinary tensor."""
         shape = (*self.shape,)
-        return _dense(shape, self.pattern, self.offset, self.padding, self.device)
+        return _padded_mask(shape, self.pattern, self.offset, self.padding, self.device)
 
 
-def _dense(
+def _padded_mask(
     shape: tuple[int, ...],
     pattern: Pattern,
     offset: int,
@@ -79,10 +79,10 @@ def _dense(
 
 def _starts(segments: Tensor) -> Tensor:
     """[S + 1], int32: the starts of the packed sequences in all rows [B · L], then the end."""
-    begins = torch.ones_like(segments, dtype=torch.bool)
-    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    at = begins.flatten().nonzero().flatten()
-    return torch.nn.functional.pad(at, (0, 1), value=segments.numel()).int()
+    is_start = torch.ones_like(segments, dtype=torch.bool)
+    is_start[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    starts = is_start.flatten().nonzero().flatten()
+    return torch.nn.functional.pad(starts, (0, 1), value=segments.numel()).int()
 
 
 def dense_mask(
@@ -99,13 +99,13 @@ def dense_mask(
     return mask
 
 
-def _as_dense(x: Any) -> Any:
+def _densify(x: Any) -> Any:
     if isinstance(x, StructuredMask):
         return x.dense()
     if isinstance(x, dict):
-        return {name: _as_dense(value) for name, value in x.items()}
+        return {name: _densify(value) for name, value in x.items()}
     if isinstance(x, (list, tuple)):
-        return [_as_dense(value) for value in x]
+        return [_densify(value) for value in x]
     return x
 
 
@@ -153,11 +153,11 @@ def attention_mask(
     as_tensor = functools.partial(masking_utils.sdpa_mask, **arguments)
 
     positions = others.get("cache_position")
-    read = [x for x in (attention_mask, q_offset, positions) if isinstance(x, Tensor)]
-    # fastattn.trace only observes: the model must get the same mask as without it.
+    values_needed = [x for x in (attention_mask, q_offset, positions) if isinstance(x, Tensor)]
     if torch.compiler.is_compiling():  # it cannot trace the variable of watchers
         return as_tensor()
-    if not (compat.is_unintercepted(len(watchers.get())) and all(map(_is_plain, read))):
+    modes = len(watchers.get())  # of fastattn.trace, which must not change the mask
+    if not (compat.is_unintercepted(modes) and all(map(_is_readable, values_needed))):
         return as_tensor()
     pattern = pattern_of(mask_function)
     if pattern is None:
@@ -167,13 +167,13 @@ def attention_mask(
     assert q_length is not None
     shape = (batch_size, 1, q_length, kv_length)
     offset = int(q_offset) - kv_offset
-    pattern = _without_idle_bounds(pattern, offset, q_length, kv_length)
+    pattern = _without_unused_bounds(pattern, offset, q_length, kv_length)
     if pattern.segments is not None and (
         pattern.segments.shape != (batch_size, q_length) or q_length != kv_length or offset != 0
     ):
         return as_tensor()
-    reached = offset + q_length if pattern.right == 0 else kv_length
-    padding = _padding(attention_mask, kv_offset, kv_length, reached)
+    visible_keys = offset + q_length if pattern.right == 0 else kv_length
+    padding = _padding(attention_mask, kv_offset, kv_length, visible_keys)
 
     if pattern == Pattern() and padding is not None:  # all queries can see the same keys
         return padding[:, None, None, :].expand(shape)
@@ -184,15 +184,15 @@ def attention_mask(
         return None
     device = torch.device(others.get("device", "cpu") if positions is None else positions.device)
     if q_length == 1:  # decoding may be compiled, and one row is small
-        return _dense(shape, pattern, offset, padding, device)
+        return _padded_mask(shape, pattern, offset, padding, device)
     return StructuredMask(shape, pattern, offset, padding, device)
 
 
-def _is_plain(x: Tensor) -> bool:
+def _is_readable(x: Tensor) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and has_strided_memory(x)
 
 
-def _without_idle_bounds(pattern: Pattern, offset: int, q_len: int, k_len: int) -> Pattern:
+def _without_unused_bounds(pattern: Pattern, offset: int, q_len: int, k_len: int) -> Pattern:
     """The pattern, unlimited on the sides where no key is excluded."""
     left, right = pattern.left, pattern.right
     return Pattern(
@@ -202,8 +202,8 @@ def _without_idle_bounds(pattern: Pattern, offset: int, q_len: int, k_len: int) 
     )
 
 
-def _padding(mask: Tensor | None, kv_offset: int, k_len: int, reached: int) -> Tensor | None:
-    """[B, Lk], True at real keys; None if all keys that queries can see are real.
+def _padding(mask: Tensor | None, kv_offset: int, k_len: int, visible: int) -> Tensor | None:
+    """[B, Lk], True at real keys; None if the first ``visible`` keys, which queries see, are real.
 
     Positions beyond the mask are not real.
     """
@@ -213,4 +213,4 @@ def _padding(mask: Tensor | None, kv_offset: int, k_len: int, reached: int) -> T
         mask = mask[:, kv_offset : kv_offset + k_len]
         mask = torch.nn.functional.pad(mask, (0, k_len - mask.shape[1]))
     mask = mask if mask.dtype == torch.bool else mask.bool()
-    return None if bool(mask[:, :reached].all()) else mask
+    return None if bool(mask[:, :visible].all()) else mask

@@ -52,23 +52,23 @@ def pattern_of(mask_function: Callable[..., Any]) -> Pattern | None:
 
 
 class _Unsupported(Exception):
-    pass
+    """A mask function does something that no :class:`Pattern` describes."""
 
 
 class _Symbol:
-    """The base of symbols; handles PyTorch's operators on a tensor and a symbol."""
+    """The base of symbols: supports PyTorch's operators of a tensor and a symbol."""
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        first, second = args
-        if function is Tensor.__getitem__ and isinstance(second, tuple):  # table[b, q]
-            batch, index = second
+        tensor, symbol = args
+        if function is Tensor.__getitem__ and isinstance(symbol, tuple):  # table[b, q]
+            batch, index = symbol
             if batch.axis == "batch" and index.table is None and index.shift == 0:
-                return _Index(index.axis, table=first)
-        if function is Tensor.__and__ and first.numel() == 1 and bool(first):  # True & rule
-            return second
+                return _Index(index.axis, table=tensor)
+        if function is Tensor.__and__ and tensor.numel() == 1 and bool(tensor):  # True & rule
+            return symbol
         raise _Unsupported
 
 
@@ -161,6 +161,8 @@ class _Distance(_Symbol):
 
 @dataclass(frozen=True)
 class _Rule(_Symbol):
+    """``least <= q - k <= most`` and, with ``segments``, q and k in the same segment."""
+
     least: float = -math.inf  # of q - k
     most: float = math.inf
     segments: Tensor | None = None
@@ -168,7 +170,7 @@ class _Rule(_Symbol):
 
     device = torch.device("cpu")
 
-    def to(self, device: Any) -> _Rule:
+    def to(self, device: Any) -> _Rule:  # mask functions move their rules to a device
         return self
 
     def __and__(self, other: Any) -> _Rule:
@@ -209,7 +211,7 @@ class _Rule(_Symbol):
 
 
 def _integer(x: Any) -> int:
-    """x, if it is a plain int; mask functions with other bounds are not supported."""
+    """x, if its type is int; mask functions with other bounds are not supported."""
     if type(x) is not int:
         raise _Unsupported
     return x

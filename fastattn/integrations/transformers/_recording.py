@@ -13,11 +13,11 @@ def weights_are_recorded(module: nn.Module) -> bool:
     """True within a call of a model with ``output_attentions=True``.
 
     Some models, such as GPT-2 and SigLIP, do not pass that argument to their layers. transformers
-    then records what the layers return. While recording, versions from 5.2 keep a list for it;
-    earlier versions replace the ``forward`` of ``module``, the attention layer. Up to 5.3 some
-    models, such as OPT and StableLM, do neither, and get no weights.
+    then records what the layers return. While recording, versions from 5.2 keep a list of the
+    weights; earlier versions replace the ``forward`` of ``module``, the attention layer. Up to 5.3
+    some models, such as OPT and StableLM, do neither, and get no weights.
     """
-    if _collector is None:
+    if _collector is None:  # before 5.2
         code = getattr(vars(module).get("forward"), "__code__", None)
         return code is not None and code.co_name == "wrapped_forward"
     # Dynamo cannot follow a ContextVar; transformers keeps the list in a plain attribute for it.
@@ -39,4 +39,4 @@ def _find_collector() -> Any:
     return getattr(capturing, "_active_collector", None)
 
 
-_collector: Any = _find_collector()  # found at import: Dynamo cannot trace one
+_collector: Any = _find_collector()  # when imported, because Dynamo cannot trace an import

@@ -17,7 +17,7 @@ from fastattn.integrations._registration import (
 
 # The supported versions; the extra in pyproject.toml says the same.
 OLDEST, BELOW = (5, 0), (6, 0)
-_OVERRIDABLE = ("sdpa",)
+_OVERRIDABLE = ("sdpa",)  # the values of `override`
 
 
 def register(override: str | None = None) -> Registration:
@@ -60,7 +60,7 @@ def context_parallel(
 ) -> Registration:
     """Serve ``attn_implementation="fastattn_context_parallel"``, until it is undone.
 
-    Models with it take one rank's rows of sequences, and each layer attends to the keys of all
+    Models with it compute one rank's rows of sequences, and each layer attends to the keys of all
     ranks by :func:`fastattn.distributed.attention`: full, causal and sliding-window attention with
     grouped heads, softcap, sinks and padding. Pass the rank's ``position_ids``
     (:meth:`fastattn.distributed.Layout.positions`), its part of ``attention_mask`` if there is
@@ -76,9 +76,9 @@ def context_parallel(
 
     Raises:
         ImportError: transformers is not installed, or its version is out of the range.
-        NotImplementedError: in a call of the model, another mask, a cache, attention weights; and
-            packed sequences, which transformers sees in ``position_ids`` that jump, as in the
-            zigzag layout: pass ``attention_mask=torch.ones_like(input_ids)`` there.
+        NotImplementedError: in a call of the model, for another mask, a cache, attention weights,
+            and packed sequences. transformers also interprets ``position_ids`` that jump as packed,
+            as in the zigzag layout: pass ``attention_mask=torch.ones_like(input_ids)``.
     """
     check_version("transformers", OLDEST, BELOW)
     from fastattn.integrations.transformers._context import TransformersContext
@@ -106,10 +106,11 @@ class _Registries(Registry[str]):
 
     def add(self, name: str) -> None:
         """Remember the previous functions."""
-        self._before[name] = [_entries(to).get(name, ABSENT) for to, _ in self._served]
+        tables = [_entries(interface) for interface, _ in self._served]
+        self._before[name] = [table.get(name, ABSENT) for table in tables]
 
     def remove(self, name: str) -> None:
-        """Put the previous functions back."""
+        """Put the previous functions back, where ours are still registered."""
         for (interface, function), before in zip(self._served, self._before.pop(name), strict=True):
             if _entries(interface).get(name) is function:
                 restore(_entries(interface), name, before)
@@ -129,5 +130,5 @@ def _registries() -> _Registries:
     from fastattn.integrations.transformers._masks import attention_mask
 
     experts = experts_interface()
-    experts_entry = () if experts is None else ((experts, experts_forward),)
-    return _Registries(attention_forward, attention_mask, *experts_entry)
+    others = [] if experts is None else [(experts, experts_forward)]
+    return _Registries(attention_forward, attention_mask, *others)

@@ -1,7 +1,8 @@
 """Attention of transformers' models whose bias depends on the content, without a matrix of pairs.
 
 Each class has the forward of one class of transformers, which it falls back to. It is put in front
-of that class by :func:`fastattn.accelerate`.
+of that class by :func:`fastattn.accelerate`. ``me`` is ``self`` without a type, for the attributes
+of the class of transformers.
 """
 
 from __future__ import annotations
@@ -31,14 +32,17 @@ from fastattn.ops._disentangled import distance_buckets
 from fastattn.ops.sdpa import scaled_dot_product_attention
 from fastattn.ops.varlen import varlen_attention
 
-# Tables of layers, and the facts that they depend on.
-_kept: weakref.WeakKeyDictionary[nn.Module, tuple[Any, list[Any]]] = weakref.WeakKeyDictionary()
+# The tables of each layer, with the fingerprints of the values that they depend on.
+_tables_of: weakref.WeakKeyDictionary[nn.Module, tuple[Any, list[Any]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def _facts(rows: Tensor, layers: list[Any]) -> Any:
-    """What the outputs of linear layers on ``rows`` depend on; None if they may not be kept.
+def _fingerprints(rows: Tensor, layers: list[Any]) -> Any:
+    """Fingerprints of all values that the outputs of linear layers on ``rows`` depend on.
 
-    It has the bits of all values, which is 5 ms for the layers of DeBERTa-base.
+    None if the outputs may not be kept. A call reads all weights of the layers, which takes
+    milliseconds for DeBERTa-base.
     """
     if torch.is_grad_enabled() or not runs_eagerly(rows) or not compat.may_plan():
         return None
@@ -48,8 +52,8 @@ def _facts(rows: Tensor, layers: list[Any]) -> Any:
     if any(type(x).forward not in (nn.Linear.forward, Linear.forward) for x in layers):
         return None
     tensors = [rows, *(x.weight for x in layers), *(x.bias for x in layers)]
-    prints = [native.fingerprint(x) for x in tensors if x is not None]
-    return None if None in prints else (dispatch.forced.get(), rows.shape, prints)
+    fingerprints = [native.fingerprint(x) for x in tensors if x is not None]
+    return None if None in fingerprints else (dispatch.forced.get(), rows.shape, fingerprints)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -58,16 +62,16 @@ def _row_of(distance: int, span: int, limit: int | None) -> int:
 
 
 class _DebertaV2(nn.Module):
-    """Disentangled attention: the tables are projections of one table of embeddings.
+    """Disentangled attention: the tables of the bias are projections of one table of embeddings.
 
-    Without gradients they are kept until a value that they depend on changes.
+    Without gradients the tables are kept until a value that they depend on changes.
     """
 
     RELATIVE = True
 
     def forget(self) -> None:
         """Called when the class changes back."""
-        _kept.pop(self, None)
+        _tables_of.pop(self, None)
 
     def forward(
         self,
@@ -85,78 +89,83 @@ class _DebertaV2(nn.Module):
             return stock.forward(hidden_states, attention_mask, *others)
         me: Any = self
         kinds = {"c2p", "p2c"} & set(me.pos_att_type)
-        query = self._heads(me.query_proj(rows))  # [B, L, H, D]
-        key = self._heads(me.key_proj(hidden_states))
-        value = self._heads(me.value_proj(hidden_states))
+        query = self._split_heads(me.query_proj(rows))  # [B, L, H, D]
+        key = self._split_heads(me.key_proj(hidden_states))
+        value = self._split_heads(me.value_proj(hidden_states))
         scale = ((1 + len(kinds)) * query.shape[3]) ** -0.5
+        # _UnpaddedDebertaV2Encoder passes the starts of packed sequences in place of a mask.
         starts = attention_mask if attention_mask.dim() == 1 else None
         longest = rows.shape[1] if starts is None else int(starts.diff().max())
-        terms = self._terms(rel_embeddings, kinds, longest) if kinds else None
-        if starts is not None:  # sequences without padding, see _UnpaddedDebertaV2Encoder
+        bias = self._relative_bias(rel_embeddings, kinds, longest) if kinds else None
+        if starts is not None:
             packed = (query[0], key[0], value[0], starts, starts)
-            out = varlen_attention(*packed, scale=scale, relative_bias=terms)
+            out = varlen_attention(*packed, scale=scale, relative_bias=bias)
             return out.flatten(1)[None], None
         results = scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
             attention_mask.bool(),
-            me.dropout.p if self.training else 0.0,
+            dropout_p=me.dropout.p if self.training else 0.0,
             scale=scale,
-            relative_bias=terms,
+            relative_bias=bias,
             need_weights=output_attentions,
         )
         out, weights = results if output_attentions else (results, None)
         return out.transpose(1, 2).flatten(2), weights
 
-    def _terms(self, embeddings: Tensor, kinds: set[str], length: int) -> Disentangled | None:
-        """The embedding of distance d is in row b(d) + span of 2 span, whose last row is also that
-        of b(d) = span.
+    def _relative_bias(
+        self, embeddings: Tensor, kinds: set[str], length: int
+    ) -> Disentangled | None:
+        """The bias of sequences of this length; "c2p" is a table of queries, "p2c" a table of keys.
 
-        Stock reads both tables at b(i - j); ours reads that of keys at b(j - i).
+        The embedding of distance d is in row b(d) + span of ``embeddings``, which has 2 span rows:
+        the last one also serves b(d) = span. Stock reads both tables at b(i - j), the kernels read
+        the table of keys at b(j - i), so it is flipped.
         """
         me: Any = self
         if not me.relative_attention:
             return None
         shared, span = me.share_att_key, me.pos_ebd_size
-        layers: list[Any] = [None, None]
+        layers: list[Any] = [None, None]  # the projections of the table of queries, and of keys
         if "c2p" in kinds:
             layers[0] = me.key_proj if shared else me.pos_key_proj
         if "p2c" in kinds:
             layers[1] = me.query_proj if shared else me.pos_query_proj
         limit = me.max_relative_positions if me.position_buckets > 0 else None
         rows = me.pos_dropout(embeddings)[: 2 * span]
-        facts = _facts(rows, [x for x in layers if x is not None])
-        if facts is not None and self in _kept and _kept[self][0] == facts:
-            of_queries, of_keys = _kept[self][1]
-            return Disentangled(of_queries, of_keys, max_distance=limit)
+        fingerprints = _fingerprints(rows, [x for x in layers if x is not None])
+        if fingerprints is not None and self in _tables_of:
+            known_fingerprints, (query_table, key_table) = _tables_of[self]
+            if known_fingerprints == fingerprints:
+                return Disentangled(query_table, key_table, max_distance=limit)
         rows = torch.cat([rows, rows[-1:]])
-        # What is kept is for all distances; else the rows of other lengths are left out.
+        # Tables that are kept have the rows of all distances, others those of this length only.
         reach = span
-        if facts is None and runs_eagerly(rows):
+        if fingerprints is None and runs_eagerly(rows):
             reach = _row_of(length - 1, span, limit) - span
         rows = rows[span - reach : span + reach + 1]
-        tables = [None if layer is None else self._heads(layer(rows)) for layer in layers]
+        tables = [None if layer is None else self._split_heads(layer(rows)) for layer in layers]
         if tables[1] is not None:
             tables[1] = tables[1].flip(0)
-        if facts is not None:
-            _kept[self] = facts, tables
+        if fingerprints is not None:
+            _tables_of[self] = fingerprints, tables
         elif limit is None or reach <= span // 2:
             limit = None  # each distance has a row of its own
         elif reach < span:
-            left_out = (0, 0, 0, 0, span - reach, span - reach)
-            tables = [x if x is None else nn.functional.pad(x, left_out) for x in tables]
+            missing_rows = (0, 0, 0, 0, span - reach, span - reach)
+            tables = [x if x is None else nn.functional.pad(x, missing_rows) for x in tables]
         return Disentangled(tables[0], tables[1], max_distance=limit)
 
-    def _heads(self, x: Tensor) -> Tensor:
+    def _split_heads(self, x: Tensor) -> Tensor:
         heads: Any = self.num_attention_heads
         return x.unflatten(-1, (heads, -1))
 
 
 class _DebertaV2Encoder(nn.Module):
-    """Passes on which keys are padding, and leaves the distances of all pairs to the layers.
+    """Passes the mask of keys to the layers, and no distances of all pairs.
 
-    A layer that falls back to stock makes them itself.
+    A layer that falls back to stock computes the distances itself.
     """
 
     def get_attention_mask(self, attention_mask: Tensor) -> Tensor:
@@ -175,9 +184,9 @@ class _DebertaV2Encoder(nn.Module):
 
 
 class _UnpaddedDebertaV2Encoder(_DebertaV2Encoder):
-    """The same on the rows that are no padding; 0 elsewhere.
+    """Runs the layers of an encoder on the rows that are no padding; padding gets 0.
 
-    In place of a mask, the layers get where each sequence begins.
+    In place of a mask, the layers get the starts of the sequences.
     """
 
     def forward(
@@ -185,8 +194,8 @@ class _UnpaddedDebertaV2Encoder(_DebertaV2Encoder):
     ) -> Any:
         stock: Any = super()
         x, mask = hidden_states, attention_mask
-        plain = is_plain(others, options) and options.get("return_dict", True)
-        padding = mask == 0 if plain and self._may_join(x, mask) else None
+        is_plain_call = is_plain(others, options) and options.get("return_dict", True)
+        padding = mask == 0 if is_plain_call and self._allows_packing(x, mask) else None
         if padding is None or not padding.any() or has_gaps(padding):
             return stock.forward(x, mask, *others, **options)
         rows, starts, restore = without_padding(x, padding)
@@ -196,8 +205,8 @@ class _UnpaddedDebertaV2Encoder(_DebertaV2Encoder):
             output.hidden_states = tuple(restore(y[0]) for y in output.hidden_states)
         return output
 
-    def _may_join(self, x: Tensor, mask: Any) -> bool:
-        """Whether nothing but attention needs to know which rows are of which sequence."""
+    def _allows_packing(self, x: Tensor, mask: Any) -> bool:
+        """Whether only attention depends on which sequence a row belongs to."""
         me: Any = self
         if self.training or me.conv is not None or type(mask) is not Tensor or x.dim() != 3:
             return False
@@ -210,7 +219,7 @@ class _UnpaddedDebertaV2Encoder(_DebertaV2Encoder):
 
 
 class _Wav2Vec2Conformer(nn.Module):
-    """Terms of Transformer-XL, where the positions are relative."""
+    """Attention with the bias of Transformer-XL, if the positions are relative."""
 
     RELATIVE = True
 
@@ -223,19 +232,20 @@ class _Wav2Vec2Conformer(nn.Module):
     ) -> Any:
         me: Any = self
         relative = me.position_embeddings_type == "relative"
-        if not relative or not _serves(self, hidden_states, attention_mask, options):
+        if not relative or not _can_serve(self, hidden_states, attention_mask, options):
             stock: Any = super()
             others = (attention_mask, relative_position_embeddings)
             return stock.forward(hidden_states, *others, **options)
-        rows = [_heads(f(hidden_states), me) for f in (me.linear_q, me.linear_k, me.linear_v)]
-        table = _heads(me.linear_pos(relative_position_embeddings[0]), me)
-        terms = Disentangled(table.flip(0), None, me.pos_bias_u, me.pos_bias_v)
-        out = _attend(self, rows, attention_mask, me.dropout.p, terms)
+        projections = (me.linear_q, me.linear_k, me.linear_v)
+        operands = [_split_heads(project(hidden_states), me) for project in projections]
+        table = _split_heads(me.linear_pos(relative_position_embeddings[0]), me)
+        bias = Disentangled(table.flip(0), None, me.pos_bias_u, me.pos_bias_v)
+        out = _attend(self, operands, attention_mask, me.dropout.p, bias)
         return me.linear_out(out), None
 
 
 class _Parakeet(nn.Module):
-    """The same, with shared heads of keys."""
+    """Attention with the bias of Transformer-XL, where query heads may share heads of keys."""
 
     RELATIVE = True
 
@@ -247,19 +257,21 @@ class _Parakeet(nn.Module):
         **options: Any,
     ) -> Any:
         me: Any = self
-        if position_embeddings is None or not _serves(self, hidden_states, attention_mask, options):
+        if position_embeddings is None or not _can_serve(
+            self, hidden_states, attention_mask, options
+        ):
             stock: Any = super()
             return stock.forward(hidden_states, position_embeddings, attention_mask, **options)
-        rows = [f(hidden_states).unflatten(-1, (-1, me.head_dim)) for f in
-                (me.q_proj, me.k_proj, me.v_proj)]  # fmt: skip
+        projections = (me.q_proj, me.k_proj, me.v_proj)
+        operands = [f(hidden_states).unflatten(-1, (-1, me.head_dim)) for f in projections]
         table = me.relative_k_proj(position_embeddings[0]).unflatten(-1, (-1, me.head_dim))
-        terms = Disentangled(table.flip(0), None, me.bias_u, me.bias_v)
-        out = _attend(self, rows, attention_mask, me.attention_dropout, terms)
+        bias = Disentangled(table.flip(0), None, me.bias_u, me.bias_v)
+        out = _attend(self, operands, attention_mask, me.attention_dropout, bias)
         return me.o_proj(out), None
 
 
 class _Sam(nn.Module):
-    """Attention of an image or of its windows, with numbers for the rows and columns of keys."""
+    """Attention of an image or of its windows, with a bias for the row and the column of a key."""
 
     RELATIVE = True
 
@@ -274,8 +286,8 @@ class _Sam(nn.Module):
         if not fits or drops or recorded or not hidden_states.is_cpu:
             stock: Any = super()
             return stock.forward(hidden_states, output_attentions)
-        rows = me.qkv(hidden_states).view(batch, height * width, 3, me.num_attention_heads, -1)
-        query, key, value = rows.permute(2, 0, 3, 1, 4).unbind(0)
+        qkv = me.qkv(hidden_states).view(batch, height * width, 3, me.num_attention_heads, -1)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         bias = None
         if me.use_rel_pos:
             bias = Decomposed2d.of_tables(query, me.rel_pos_h, me.rel_pos_w)
@@ -284,47 +296,47 @@ class _Sam(nn.Module):
 
 
 class _Blip(nn.Module):
-    """Attention of an image without a bias, whose module multiplies and normalizes by itself."""
+    """Attention of an image, which the stock module computes by products and a softmax."""
 
     RELATIVE = True
 
     def forward(self, hidden_states: Tensor, *others: Any, **options: Any) -> Any:
         me: Any = self
-        if others or not _serves(self, hidden_states, None, options):
+        if others or not _can_serve(self, hidden_states, None, options):
             stock: Any = super()
             return stock.forward(hidden_states, *others, **options)
-        rows = me.qkv(hidden_states).unflatten(-1, (3, me.num_heads, -1))
-        query, key, value = rows.permute(2, 0, 3, 1, 4).unbind(0)
-        drop = me.dropout.p if self.training else 0.0
-        out = scaled_dot_product_attention(query, key, value, None, drop, scale=me.scale)
+        qkv = me.qkv(hidden_states).unflatten(-1, (3, me.num_heads, -1))
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        dropout = me.dropout.p if self.training else 0.0
+        out = scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=me.scale)
         return me.projection(out.transpose(1, 2).flatten(2)), None
 
 
-def _serves(layer: nn.Module, x: Tensor, mask: Any, options: dict[str, Any]) -> bool:
-    """Whether a call requests no weights, and its mask is a tensor."""
+def _can_serve(layer: nn.Module, x: Tensor, mask: Any, options: dict[str, Any]) -> bool:
+    """Whether a call on the CPU requests no weights, and its mask is a tensor or None."""
     if options.get("output_attentions") or weights_are_recorded(layer):
         return False
     return x.is_cpu and x.dim() == 3 and (mask is None or type(mask) is Tensor)
 
 
-def _heads(x: Tensor, layer: Any) -> Tensor:
+def _split_heads(x: Tensor, layer: Any) -> Tensor:
     return x.unflatten(-1, (layer.num_heads, -1))
 
 
 def _attend(
-    layer: Any, rows: list[Tensor], mask: Tensor | None, dropout: float, terms: Disentangled
+    layer: Any, operands: list[Tensor], mask: Tensor | None, dropout: float, bias: Disentangled
 ) -> Tensor:
-    """[B, L, Hq D], of rows [B, L, H, D]."""
-    query, key, value = (x.transpose(1, 2) for x in rows)
+    """Attention [B, L, Hq D] of query, key and value [B, L, H, D]."""
+    query, key, value = (x.transpose(1, 2) for x in operands)
     out: Tensor = scaled_dot_product_attention(
         query,
         key,
         value,
         mask,
-        dropout if layer.training else 0.0,
+        dropout_p=dropout if layer.training else 0.0,
         scale=layer.scaling,
         enable_gqa=True,
-        relative_bias=terms,
+        relative_bias=bias,
     )
     return out.transpose(1, 2).flatten(2)
 

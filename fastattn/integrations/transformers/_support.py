@@ -45,7 +45,7 @@ _takes_any_mask: dict[type, bool] = {}  # by the class of the config
 
 @torch.compiler.assume_constant_result
 def is_model_input(name: str) -> bool:
-    """Return whether a model that is loaded can be called with an argument of this name."""
+    """Return whether any model class that is imported can be called with this argument."""
     if name not in _model_inputs:
         for model in _subclasses(_base_of_models()):
             _model_inputs.update(inspect.signature(model.forward).parameters)
@@ -56,7 +56,7 @@ _model_inputs: set[str] = set()
 
 
 def _models_of(config_class: type) -> list[Any]:
-    """The model classes of a config, or without any the model classes in its package."""
+    """The model classes of a config; if it has none, the model classes in its package."""
     models = list(_subclasses(_base_of_models()))
     package = config_class.__module__.rpartition(".")[0]
     return [model for model in models if model.config_class is config_class] or [
