@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastattn.backends._hopfield import Gradients, Patterns, Retrieved, Steps
+from fastattn.backends._hopfield import Gradients, Patterns, Retrieval, Steps
 from fastattn.backends.primitives import HopfieldOptions
 from fastattn.distributed._peers import Peers
 from fastattn.distributed._read import Reader
@@ -78,7 +78,7 @@ class _OfRanks(Patterns):
     def most_directions(self) -> int:
         return self.stored.shape[2]  # the number of patterns differs between ranks
 
-    def search(self, state: Tensor) -> Retrieved:
+    def search(self, state: Tensor) -> Retrieval:
         # Imported late, because importing fastattn loads no backend.
         reference = importlib.import_module("fastattn.backends.reference.hopfield")
         reader = Reader(self.peers, lambda n: f"step {n} of the retrieval")
@@ -86,21 +86,21 @@ class _OfRanks(Patterns):
         steps = replace(self.options, grad="unroll")
         return reference.hopfield_states(state, *patterns, steps, read=reader.softmax)
 
-    def repeat(self, state: Tensor, taken: Tensor, most: int) -> Steps:
+    def repeat(self, state: Tensor, taken: Tensor, max_steps: int) -> Steps:
         """Repeat the steps; ``trace`` is the last state, with its autograd graph."""
         reader = Reader(self.peers, lambda n: f"step {n} of the retrieval, for its derivative")
         compared = self.stored if self.keys is None else self.keys
         leaf = state.detach().requires_grad_()
         with torch.enable_grad():
             xi = leaf.to(self.stored.dtype)
-            for step in range(most):
+            for step in range(max_steps):
                 new, _, _ = reader.softmax(
                     xi, compared, self.stored, self.mask, self.bias, self.options.scale
                 )
                 xi = torch.where((taken > step)[..., None], new, xi)
-        return Steps(leaf, taken, most, xi, xi.new_empty(0))
+        return Steps(leaf, taken, max_steps, xi, xi.new_empty(0))
 
-    def gradients_of(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
+    def gradients_of_steps(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
         patterns = (self.stored, self.keys, self.bias)
         needed_patterns = [x if needed >> n & 1 else None for n, x in enumerate(patterns, 1)]
         inputs = [steps.state, *needed_patterns]

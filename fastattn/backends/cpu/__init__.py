@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastattn import _cpu, evidence
-from fastattn.backends._hopfield import backward_of_steps
+from fastattn.backends._hopfield import make_backward_of_steps
 from fastattn.backends._precision import allows_bf16_parts
 from fastattn.backends._sinusoidal import encoding_on
 from fastattn.backends._states import of_any_rank
@@ -38,7 +38,7 @@ flex_attention = _cpu.flex_attention
 flex_attention_backward = _cpu.flex_attention_backward
 hopfield_retrieve = _cpu.hopfield_retrieve
 # -1: the host always reads how many steps were taken, because there is no device to wait for.
-hopfield_retrieve_backward = backward_of_steps(_cpu.hopfield_steps, _cpu.hopfield_backward, -1)
+hopfield_retrieve_backward = make_backward_of_steps(_cpu.hopfield_steps, _cpu.hopfield_backward, -1)
 local_attention = _cpu.local_attention
 local_attention_backward = _cpu.local_attention_backward
 memory_hop_attention = _cpu.memory_hop_attention

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastattn import _cuda
-from fastattn.backends._hopfield import backward_of_steps
+from fastattn.backends._hopfield import make_backward_of_steps
 from fastattn.backends._sinusoidal import encoding_on
 from fastattn.backends._states import of_any_rank
 from fastattn.backends.cuda import encode_memory as encoding
@@ -36,7 +36,7 @@ decode_attention = launched(_cuda.decode_attention)
 encode_memory = launched(_cuda.encode_memory)
 encode_memory_backward = encoding.encode_memory_backward
 hopfield_retrieve = launched(_cuda.hopfield_retrieve)
-hopfield_retrieve_backward = backward_of_steps(
+hopfield_retrieve_backward = make_backward_of_steps(
     launched(_cuda.hopfield_steps), launched(_cuda.hopfield_backward)
 )
 memory_hop_attention = launched(_cuda.memory_hop_attention)
