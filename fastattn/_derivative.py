@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fastattn.backends._alloc import empty_output
-from fastattn.backends.primitives import extended, is_wanted
+from fastattn.backends.primitives import extend_options, is_wanted
 from fastattn.batching import fold, one_by_one, size_of_batch, unfold
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ class Derivative:
     def options_for(self, options: Any, needed: tuple[bool, ...]) -> Any:
         """The backward options of a call; ``needed``: the gradients of :meth:`flags`."""
         if self.flags() == ["attn_mask"]:
-            return extended(self.options, options, needs_mask_grad=needed[0])
+            return extend_options(self.options, options, needs_mask_grad=needed[0])
         bits = sum(1 << n for n, need in enumerate(needed) if need)
-        return extended(self.options, options, needed=bits)
+        return extend_options(self.options, options, needed=bits)
 
     def wants(self, options: Any, n: int) -> bool:
         """Whether gradient n is computed at all; the other ones are empty."""

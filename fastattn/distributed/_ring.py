@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.backends.primitives import AttentionBackwardOptions, extended
+from fastattn.backends.primitives import AttentionBackwardOptions, extend_options
 from fastattn.distributed._call import Call, mask_slices
 from fastattn.distributed._peers import OP, Exchange, KeyMessages, Peers
 from fastattn.distributed._schedule import Piece, Schedule
@@ -264,7 +264,9 @@ class _RowResults(NamedTuple):
             *tensors[:6],  # query to seed, then sinks and others after the results
             *results,
             *tensors[6:],
-            extended(AttentionBackwardOptions, options, needs_mask_grad=needs_mask, partial=True),
+            extend_options(
+                AttentionBackwardOptions, options, needs_mask_grad=needs_mask, partial=True
+            ),
             backend,
         )
 

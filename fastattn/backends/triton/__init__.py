@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends.primitives import EVERYWHERE, HopfieldOptions, unserved
+from fastattn.backends.primitives import EVERYWHERE, HopfieldOptions, why_not_options
 from fastattn.backends.triton._launch import INTERPRETED
 from fastattn.backends.triton.additive import additive_attention, additive_attention_backward
 from fastattn.backends.triton.decode import append_to_cache, decode_attention
@@ -62,7 +62,7 @@ def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list
     if dtype not in _FLOATS:
         return [f"the dtype {dtype} is not one of float32, bfloat16, float16"]
     op = op.removesuffix("_backward")
-    reasons = unserved(options, EVERYWHERE[op])
+    reasons = why_not_options(options, EVERYWHERE[op])
     return reasons + _REASONS[op](**tensors, options=options) if op in _REASONS else reasons
 
 

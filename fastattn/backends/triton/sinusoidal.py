@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.backends._sinusoidal import encoding_on
+from fastattn.backends._sinusoidal import make_encoding
 from fastattn.backends.primitives import SinusoidalOptions
 from fastattn.backends.triton._core import matrix_tile
 from fastattn.backends.triton._launch import launch, operand
@@ -122,4 +122,4 @@ def _encode(
     return out
 
 
-sinusoidal_encoding = encoding_on(_encode)
+sinusoidal_encoding = make_encoding(_encode)
