@@ -74,7 +74,7 @@ class Patterns(abc.ABC):
             )
         before, last = ends.unbind(2)
         one_step = torch.ones_like(taken)
-        wide, grad_out = self._to(ends.dtype), grad_out.to(ends.dtype)
+        wide, grad_out = self._in_dtype(ends.dtype), grad_out.to(ends.dtype)
         if self.options.grad == "one_step":
             _, *grads_of_step = wide.backward_through_steps(grad_out, before, one_step, 1, needed)
             return self._cast_gradients((torch.zeros_like(before), *grads_of_step), state)
@@ -113,8 +113,7 @@ class Patterns(abc.ABC):
             return max(self.options.steps_max, 1)
         return max(int(taken.max()), 1) if taken.numel() else 1
 
-    def _to(self: _Self, dtype: torch.dtype) -> _Self:
-        """The patterns in this dtype."""
+    def _in_dtype(self: _Self, dtype: torch.dtype) -> _Self:
         keys, bias = (x if x is None else x.to(dtype) for x in (self.keys, self.bias))
         return replace(self, stored=self.stored.to(dtype), keys=keys, bias=bias)
 

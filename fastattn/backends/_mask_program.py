@@ -48,8 +48,6 @@ class Kind(IntEnum):
 
 
 class Leaf(NamedTuple):
-    """A condition for pairs; the module describes the kinds and their data."""
-
     kind: Kind
     negated: bool
     data: Tensor  # int32, any shape

@@ -109,8 +109,6 @@ class _KeyRouting(KeyMessages):
 
 
 class _GatherKeys(torch.autograd.Function):
-    """Gathers keys and values; its derivative returns the gradients to the owners."""
-
     @staticmethod
     def forward(ctx: Any, routing: _KeyRouting, key: Tensor, value: Tensor) -> Any:
         ctx.routing, ctx.dtype = routing, key.dtype
@@ -123,7 +121,7 @@ class _GatherKeys(torch.autograd.Function):
 
 
 class _ReturnGradients(torch.autograd.Function):
-    """Returns gradients to the owners of the keys; its derivative gathers again."""
+    """Sums gradients at the owners of the keys; its derivative gathers again."""
 
     @staticmethod
     def forward(ctx: Any, routing: _KeyRouting, grad_key: Tensor, grad_value: Tensor) -> Any:

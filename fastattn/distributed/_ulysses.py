@@ -156,8 +156,6 @@ def _rows_of_rank(x: Tensor, layout: Layout, rank: int) -> Tensor:
 
 
 class _ExchangeHeads(torch.autograd.Function):
-    """Exchanges rows for heads; its derivative is the inverse exchange."""
-
     @staticmethod
     def forward(ctx: Any, routing: _HeadRouting, to_heads: bool, *tensors: Tensor) -> Any:
         ctx.routing, ctx.to_heads = routing, to_heads

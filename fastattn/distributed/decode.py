@@ -16,12 +16,7 @@ from fastattn.backends.primitives import AppendOptions, DecodeOptions
 from fastattn.bias import T5
 from fastattn.distributed._dtensor import local_parts, refuse_dtensors
 from fastattn.distributed._peers import Peers, process_group
-from fastattn.distributed._replicated import (
-    LocalCall,
-    describe,
-    gather_and_merge,
-    prepare_on_ranks,
-)
+from fastattn.distributed._replicated import LocalCall, describe, gather_and_merge, prepare_on_ranks
 from fastattn.distributed.layout import Layout
 from fastattn.ops import decode as one_process
 from fastattn.ops._append import append, check_new
@@ -362,16 +357,14 @@ def _attend_by_distance(
     for group in groups.unique().tolist():
         in_group = groups == group
         distances = near + beyond[in_group][0]
-        shifted_table = torch.zeros((), dtype=wide, device=lengths.device)
+        bias = torch.zeros((), dtype=wide, device=lengths.device)
         if table is not None:
             middle = table.shape[2] // 2
-            shifted_table = table[:, :, (distances + middle).clamp(0, 2 * middle)]
+            bias = table[:, :, (distances + middle).clamp(0, 2 * middle)]
         if slopes is not None:
             factors = slopes[group if slopes_differ else 0].to(wide)
-            shifted_table = shifted_table - factors[None, :, None] * distances.abs()
-        out_of_group, lse_of_group = call.run(
-            torch.where(in_group, lengths, 0), shifted_table, program
-        )
+            bias = bias - factors[None, :, None] * distances.abs()
+        out_of_group, lse_of_group = call.run(torch.where(in_group, lengths, 0), bias, program)
         out = torch.where(in_group[:, None, None, None], out_of_group, out)
         lse = torch.where(in_group[:, None, None], lse_of_group, lse)
     return out, lse

@@ -180,10 +180,8 @@ def _ids_value(p_step, p_data, seq, o_m, col, opt, OF_PAIRS: tl.constexpr, BN: t
 def _blocks_value(
     p_step, p_data, seq, i_h, o_m, col, opt, OF_PAIRS: tl.constexpr, BN: tl.constexpr
 ):
-    """Return the value of states [batch, heads, rows, columns] and bits [n, block_k, words].
-
-    Also return the size of both in int32 words.
-    """
+    """Return the value of states [batch, heads, rows, columns] with bits [n, block_k, words], and
+    the size of both."""
     batch = tl.load(p_step + 2).to(tl.int64)
     heads = tl.load(p_step + 3)
     block_q = tl.load(p_step + 4)

@@ -314,7 +314,7 @@ def hops_backward_memory(
     p_delta,
     p_grad_memory,  # [groups or 1, slots, N, D]
     groups,
-    slots,
+    slots,  # memories of a stack; 1 for a single memory
     first_out_slot,  # the slot of the first hop's output memory
     IS_INPUT: tl.constexpr,  # the slots are input memories
     IS_OUTPUT: tl.constexpr,  # the slots are output memories
@@ -326,10 +326,7 @@ def hops_backward_memory(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """The gradient of one tile of rows of a memory: dM = scale ds^T u, dC = p^T g, hop by hop.
-
-    A slot is one of the memories [B, slots, N, D] of a stack; a single memory has one slot.
-    """
+    """The gradient of one tile of rows of a memory: dM = scale ds^T u, dC = p^T g, hop by hop."""
     i_slot, col = row_tile(call.rows, BN)
     slot = (i_slot % slots).to(tl.int32)
     i_memory = i_slot // slots

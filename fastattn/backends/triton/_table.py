@@ -41,10 +41,7 @@ class Launch(NamedTuple):
         return self.q_tiles(q_len) * self.k_tiles(k_len)
 
     def halved(self) -> Launch:
-        """The launch with the longer side of its tile halved, unless the tile fits into 32 x 32.
-
-        For options that need registers beside the tile.
-        """
+        """The launch with half of the tile, which needs fewer registers; 32 x 32 and less stay."""
         if max(self.BM, self.BN) <= 32:
             return self
         if self.BM > self.BN:
@@ -199,10 +196,9 @@ def choose(architecture: str, kernel: str, bits: int, width: int) -> Launch:
 
 @functools.cache
 def table_of(architecture: str) -> _Table:
-    """The launches of an architecture, {kernel: {bits: rows}}.
+    """The launches of an architecture: of the user's file, then of the same or the nearest GPU.
 
-    The entries of the user's file come first, then the built-in ones of this architecture or of the
-    nearest one. Raises ``ValueError`` if the file has another form.
+    Raises ``ValueError`` if the user's file has another form.
     """
     nearest = next((name for name in ARCHITECTURES if name[:-1] == architecture[:-1]), "sm_80")
     if architecture.startswith("gfx"):

@@ -49,12 +49,7 @@ def decode_attention(
     query, scale, _ = positive_scale(query, options)
     cache = _cache_location(key_cache, cache_seqlens, block_table, cache_batch_idx)
     sizes = (heads, kv_heads, q_len, cache.capacity)
-    biases = Biases(
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        relative_bias=relative_bias,
-        mask_program=mask_program,
-    )
+    biases = Biases(None, alibi_slopes, None, sinks, relative_bias, mask_program=mask_program)
     opt = kernel_options(sizes, biases, options, scale, offset=None)
     widths = widths_of(query, value_cache)
     rows = opt.group * q_len

@@ -148,9 +148,9 @@ def merge_rows_backward(
 
 
 def _make_merge(kernel: Any, *names: str) -> Callable[..., tuple[Tensor, ...]]:
-    """Make the function that launches a kernel: its arguments are ``names`` and the two states.
+    """Make a function that launches a kernel, of the tensors ``names`` and the two states.
 
-    Its results have the shapes of the states: their gradients, or without ``names`` the merged one.
+    It returns the gradients of both states, or without ``names`` a merged one, like the first.
     """
     states = ("out_a", "lse_a", "out_b", "lse_b")
     results = tuple(f"grad_{name}" for name in states) if names else ("out", "lse")
@@ -162,7 +162,6 @@ def _make_merge(kernel: Any, *names: str) -> Callable[..., tuple[Tensor, ...]]:
         outputs = {
             name: torch.empty_like(x) for name, x in zip(results, outputs_like, strict=False)
         }
-        # Without names, zip ends with the result that is like the first state.
         batch, heads, length, width = sizes(outputs_like[0])
         rows = batch * heads * length
         operands = {
