@@ -140,7 +140,7 @@ def attention(
         numbers = (call.query.shape[2], call.key.shape[2], call.mask_columns, seed)
         return call, call.options_to_compare, numbers
 
-    call, numbers = prepare_on_ranks(peers, check, query, prepare_local, 4)
+    call, numbers = prepare_on_ranks(peers, check, query, prepare_local, numbers=4)
     call = _with_layouts(call, peers, numbers, check)
     if call.method == "auto":
         method = cheapest(call, peers.size)

@@ -131,35 +131,35 @@ def decode_attention(
             layout=layout,
             return_lse=return_lse,
         )
-        q, keys, values, _, table, entries, slopes, logits, *_, options = arguments
+        q, keys, values, _, table, entries, slopes, sink_logits, *_, options = arguments
         if positions is not None and not isinstance(positions, Layout):
             raise checks.wrong_type(_OP, "positions", positions, "Layout or None")
-        new = None
+        new_rows = None
         if key is not None or value is not None:
-            new = _check_new_rows(key, value, q, keys, values, cache_seqlens, layout)
+            new_rows = _check_new_rows(key, value, q, keys, values, cache_seqlens, layout)
         if relative_bias is not None and not isinstance(relative_bias, (Tensor, T5)):
             raise checks.wrong_type(_OP, "relative_bias", relative_bias, "Tensor or T5")
         bias_table = relative_bias.table if isinstance(relative_bias, T5) else relative_bias
         checks.check_constant(_OP, "relative_bias", bias_table)
         visible = _mask_with_window(mask, options.window_left, options.window_right, q)
         options = replace(options, window_left=-1, window_right=-1)
-        biases = (slopes, logits, relative_bias)
-        call = _Call(q, keys, values, table, entries, *biases, visible, options, new)
+        biases = (slopes, sink_logits, relative_bias)
+        call = _Call(q, keys, values, table, entries, *biases, visible, options, new_rows)
         return call, lambda: _options_to_compare(call, cache_seqlens, positions), (call.capacity,)
 
-    call, numbers = prepare_on_ranks(peers, check, query, prepare_local, 1)
+    call, numbers = prepare_on_ranks(peers, check, query, prepare_local, numbers=1)
     cache = positions
     if cache is None:
         cache = Layout.contiguous([capacity for (capacity,) in numbers])
     else:
-        known = range(peers.size) if check else [peers.rank]
-        _check_positions(cache, peers.size, {rank: numbers[rank][0] for rank in known})
+        known_ranks = range(peers.size) if check else [peers.rank]
+        _check_positions(cache, peers.size, {rank: numbers[rank][0] for rank in known_ranks})
     biased = call.alibi_slopes is not None or relative_bias is not None
     if biased and any(len(runs) > 1 for runs in cache.runs):
         raise NotImplementedError(
             f"{_OP}: alibi_slopes and relative_bias need consecutive positions on each rank"
         )
-    added = 0 if call.new is None else call.new[0].shape[2]
+    added = 0 if call.new_rows is None else call.new_rows[0].shape[2]
     batch, device = call.query.shape[0], call.query.device
     before = one_process.checked_lengths(cache_seqlens, batch, cache.total, added, device)
     filled = before + added
@@ -169,7 +169,7 @@ def decode_attention(
     if call.mask is not None:
         part = (call.capacity, filled, _spans_of_rank(cache, peers.rank), cache.total)
         program = masks.part_of_cache_program(_OP, call.mask, call.query, *part)
-    if call.new is not None:
+    if call.new_rows is not None:
         _append(call, cache, peers.rank, before)
     out, lse = _attend_to_own_keys(call, cache, peers.rank, filled, table, program)
     out, lse = gather_and_merge(peers, "the merge of the keys of all ranks", out, lse)
@@ -197,7 +197,7 @@ class _Call:
     relative_bias: Tensor | T5 | None
     mask: masks.Mask | None  # with the window
     options: DecodeOptions  # without the window
-    new: tuple[Tensor, Tensor] | None  # [B, Hkv, L, D] and [B, Hkv, L, Dv]
+    new_rows: tuple[Tensor, Tensor] | None  # to append, [B, Hkv, L, D] and [B, Hkv, L, Dv]
 
     @property
     def capacity(self) -> int:
@@ -218,7 +218,8 @@ class _Call:
         caches = (self.key_cache, self.value_cache, lengths, self.block_table, self.entries)
         # A table includes the slopes.
         biases = (None if table is not None else self.alibi_slopes, self.sinks, table, program)
-        return decode(self.query, *caches, *biases, None, None, None, self.options)
+        unsupported = (None, None, None)  # left padding, and scales of quantised caches
+        return decode(self.query, *caches, *biases, *unsupported, self.options)
 
 
 def _mask_with_window(mask: Any, left: int, right: int, query: Tensor) -> masks.Mask | None:
@@ -256,7 +257,7 @@ def _options_to_compare(call: _Call, seqlens: Any, positions: Layout | None) -> 
         compared |= describe("cache_seqlens", seqlens)
     for name, x in (("key_cache", call.key_cache), ("value_cache", call.value_cache)):
         compared[name] = f"{checks.name_of(x)} of {x.shape[1]} heads of {x.shape[3]}"
-    for name, new in zip(("key", "value"), call.new or (None, None), strict=True):
+    for name, new in zip(("key", "value"), call.new_rows or (None, None), strict=True):
         compared |= describe(name, new)
     compared |= describe("query", call.query) | describe("sinks", call.sinks)
     compared |= describe("alibi_slopes", call.alibi_slopes)
@@ -291,20 +292,20 @@ def _check_positions(cache: Layout, ranks: int, capacities: Mapping[int, int]) -
 
 def _append(call: _Call, cache: Layout, rank: int, before: Tensor) -> None:
     """Write the new rows whose positions are on this rank, in place."""
-    assert call.new is not None
-    key, value = call.new
-    at = before[:, None] + torch.arange(key.shape[2], device=key.device)  # [B, L]
-    rows = torch.full_like(at, -1)
+    assert call.new_rows is not None
+    key, value = call.new_rows
+    positions = before[:, None] + torch.arange(key.shape[2], device=key.device)  # [B, L]
+    rows = torch.full_like(positions, -1)
     for run in cache.runs[rank]:
-        here = (at >= run.position) & (at < run.position + run.length)
-        rows = torch.where(here, at - run.position + run.row, rows)
+        in_run = (positions >= run.position) & (positions < run.position + run.length)
+        rows = torch.where(in_run, positions - run.position + run.row, rows)
     sequence, token = (rows >= 0).nonzero(as_tuple=True)
     if not sequence.numel():
         return
     # Append each row as a separate sequence.
-    new_rows = [x[sequence, :, token][:, :, None] for x in (key, value)]
+    single_rows = [x[sequence, :, token][:, :, None] for x in (key, value)]
     targets = (rows[sequence, token], *call.pages_and_entries(sequence))
-    append((call.key_cache, call.value_cache, *new_rows, *targets), AppendOptions())
+    append((call.key_cache, call.value_cache, *single_rows, *targets), AppendOptions())
 
 
 def _spans_of_rank(cache: Layout, rank: int) -> tuple[tuple[int, int], ...]:

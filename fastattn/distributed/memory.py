@@ -242,7 +242,7 @@ def hopfield_retrieve(
 
         return (call, p), options_to_compare, (call.stored.shape[2], seed)
 
-    (call, p), numbers = prepare_on_ranks(peers, check, state, prepare_local, 2)
+    (call, p), numbers = prepare_on_ranks(peers, check, state, prepare_local, numbers=2)
     arguments, back = hopfield.primitive(call)
     xi = arguments[0]
     taken = torch.zeros(xi.shape[:-1], dtype=torch.int64, device=xi.device)

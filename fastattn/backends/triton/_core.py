@@ -8,9 +8,10 @@ subtracted, because a mask full of finfo.min would overflow before.
 Positions in a sequence are int32, which ``why_not`` ensures; offsets of addresses are int64.
 
 Names in kernels: ``i_`` is an index, ``o_`` the offsets of a tile and ``m_`` which of them exist,
-``p_`` a pointer, ``b_`` a block in registers. ``opt`` are the :class:`Options`, ``row`` and ``col``
-the first query and the first key of a tile [BM, BN]. ``m``, ``l`` and ``acc`` are the state of the
-online softmax: the maxima, the sums of exponentials and the sums of weighted values.
+``p_`` a pointer, ``b_`` a block in registers. ``opt`` are the :class:`Options`, ``g`` the
+:class:`Gradients`, ``row`` and ``col`` the first query and the first key of a tile [BM, BN]. ``m``,
+``l`` and ``acc`` are the state of the online softmax: the maxima, the sums of exponentials and the
+sums of weighted values.
 """
 
 from __future__ import annotations
