@@ -28,7 +28,7 @@ def why_not(
     if causal and query.shape[2] != key.shape[2]:
         return ["PyTorch's kernel aligns causal attention to the bottom right"]
     if query.shape[3] % 8:
-        return [f"a head dimension of {query.shape[3]} is no multiple of 8"]
+        return [f"a head dimension of {query.shape[3]} is not a multiple of 8"]
     grouped = query.shape[1] != key.shape[1]
     parameters = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, causal, grouped)
     # Without a GPU, only `explain` asks, with fake tensors, and PyTorch has no answer.

@@ -70,22 +70,22 @@ def _why_not_attend(
     if isinstance(options, AttentionBackwardOptions) and options.needs_mask_grad:
         reasons.append("the mask's gradient is wanted, which PyTorch's kernel does not compute")
     if grad_lse is not None:
-        reasons.append("lse has a gradient, which PyTorch's kernel does not take")
+        reasons.append("lse has a gradient, which PyTorch's kernel does not support")
     if options.weights:
         reasons.append("the weights are wanted, which PyTorch's kernel does not return")
     if options.dropout_p:
-        reasons.append("dropout draws other numbers there")
+        reasons.append("dropout draws other numbers in PyTorch's kernel")
     if options.softcap:
-        reasons.append("softcap is not in PyTorch's kernel")
+        reasons.append("PyTorch's kernel does not support softcap")
     if alibi_slopes is not None:
-        reasons.append("ALiBi is not in PyTorch's kernel")
+        reasons.append("PyTorch's kernel does not support ALiBi")
     causal = options.window_right == 0
     if options.window_left != -1 or options.window_right > 0:
-        reasons.append("a window is not in PyTorch's kernel")
+        reasons.append("PyTorch's kernel does not support a window")
     if causal and options.offset:
-        reasons.append("causal attention is aligned to the upper left there")
+        reasons.append("PyTorch's kernel aligns causal attention to the upper left")
     if causal and attn_mask is not None:
-        reasons.append("a mask and causal exclusion together are not in PyTorch's kernel")
+        reasons.append("PyTorch's kernel does not support a mask and causal exclusion together")
     return reasons or _why_not_plain(query, key, value, attn_mask, options.scale, causal)
 
 
@@ -96,9 +96,9 @@ def _why_not_plain(
     if query.dtype not in _DTYPES:
         return [f"gradients of {query.dtype} exceed the error bound in PyTorch's kernel"]
     if 0 in query.shape or 0 in key.shape or 0 in value.shape:
-        return ["a size of 0 is not in PyTorch's kernel"]
+        return ["PyTorch's kernel does not support a size of 0"]
     if query.shape[3] != value.shape[3]:
-        return ["key and value have different widths, which PyTorch's kernel does not take"]
+        return ["key and value have different widths, which PyTorch's kernel does not support"]
     if any(x.shape[3] > 1 and x.stride(3) != 1 for x in (query, key, value)):
         return ["the last dimension of query, key or value is not contiguous"]
     if causal and query.shape[2] < key.shape[2]:

@@ -59,8 +59,8 @@ def _raise_difference(op: str, options: Sequence[Mapping[str, str]]) -> None:
             ranks.setdefault(values[name], []).append(rank)
         if len(ranks) > 1:
             message = "; ".join(
-                f"{value} on rank{'s' if len(agreeing) > 1 else ''} {', '.join(map(str, agreeing))}"
-                for value, agreeing in ranks.items()
+                f"{value} on rank{'s' if len(which) > 1 else ''} {', '.join(map(str, which))}"
+                for value, which in ranks.items()
             )
             raise RuntimeError(f"{op}: {name} must be the same on all ranks, got {message}")
     raise AssertionError("digests differ, but no option does")

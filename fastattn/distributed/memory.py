@@ -243,26 +243,28 @@ def hopfield_retrieve(
         return (call, p), options_to_compare, (call.stored.shape[2], seed)
 
     (call, p), numbers = prepare_on_ranks(peers, check, state, prepare_local, numbers=2)
-    arguments, back = hopfield.primitive(call)
+    arguments, ungroup = hopfield.primitive(call)
     xi = arguments[0]
     taken = torch.zeros(xi.shape[:-1], dtype=torch.int64, device=xi.device)
     if update_steps_max != 0:
         xi, taken = retrieve_over_ranks(peers, arguments)
     wide = torch.promote_types(call.state.dtype, torch.float32)  # of the state after autocast
-    xi, keys, values, mask = call.reading(back(xi)[..., : state.shape[-1]])
+    xi, keys, values, mask = call.reading(ungroup(xi)[..., : state.shape[-1]])
     if mask is not None and mask.is_floating_point():
         mask = mask.to(wide)
     options, seed = AttentionOptions(call.scale), None
     if p > 0:
         options, seed = _dropout_options(peers, p, options, numbers, check, state.device)
-    read = Reader(peers, lambda n: "the final reading", need_weights)
-    out, _, weights = read.attend(xi.to(wide), keys.to(wide), values.to(wide), mask, options, seed)
+    reader = Reader(peers, lambda n: "the final reading", need_weights)
+    out, _, weights = reader.attend(
+        xi.to(wide), keys.to(wide), values.to(wide), mask, options, seed
+    )
     results = [restore(lowered(out.to(call.state.dtype), state.ndim))]
     if weights is not None:
         own_weights = lowered(weights.to(call.state.dtype), state.ndim)
         results.append(restore(own_weights, state.ndim - 1))
     if need_steps:
-        results.append(restore(lowered(back(taken).abs(), state.ndim)))
+        results.append(restore(lowered(ungroup(taken).abs(), state.ndim)))
     return tuple(results) if len(results) > 1 else results[0]
 
 

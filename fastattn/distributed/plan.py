@@ -232,9 +232,9 @@ def _key_shares(sizes: _Sizes, *, ring: bool) -> tuple[Share, ...]:
     bytes_out = (sent * key_bytes + received * gradient_bytes) * row_size
     bytes_in = (received * key_bytes + gradients_received * gradient_bytes) * row_size
     critical_path = counts.busiest if ring else int(counts.pairs.max())
-    cost = _flops(sizes)
+    flops_of_pair = _flops(sizes)
     return tuple(
-        Share(sent_bytes, received_bytes, pairs * cost, _idle(pairs, critical_path))
+        Share(sent_bytes, received_bytes, pairs * flops_of_pair, _idle(pairs, critical_path))
         for sent_bytes, received_bytes, pairs in zip(
             bytes_out.tolist(), bytes_in.tolist(), counts.pairs.tolist(), strict=True
         )
@@ -245,10 +245,10 @@ def _passing(lengths: Tensor, first: int, last: Tensor) -> Tensor:
     """How many keys pass each rank, int64 [ranks]: the keys ``lengths[k]`` of all ranks k that are
     ``first`` to ``last[k]`` steps before it."""
     n = lengths.numel()
-    order, lengths = torch.arange(n), lengths * (last >= first)
+    ranks, lengths = torch.arange(n), lengths * (last >= first)
     changes = lengths.new_zeros(2 * n + 2)
-    changes.index_add_(0, order + first, lengths)
-    changes.index_add_(0, order + torch.clamp(last, min=first - 1) + 1, lengths, alpha=-1)
+    changes.index_add_(0, ranks + first, lengths)
+    changes.index_add_(0, ranks + torch.clamp(last, min=first - 1) + 1, lengths, alpha=-1)
     return changes.cumsum(0)[: 2 * n].view(2, n).sum(0)  # adds the second turn around the ring
 
 

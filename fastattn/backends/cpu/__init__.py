@@ -142,12 +142,12 @@ def parts_on_tiles(op: str, dtype: torch.dtype) -> str:
 def beside_tiles(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> str:
     """Return which part of a call on tiles runs on vectors: a clause for ``explain``."""
     query, cache = tensors.get("query"), tensors.get("key_cache")
-    heads_stack = False
+    on_tiles = False
     if query is not None and cache is not None:
         biased = any(tensors.get(x) is not None for x in ("mask_program", "relative_bias"))
         heads, kv_heads, queries = query.shape[1], cache.shape[1], query.shape[2]
-        heads_stack = _cpu.decodes_on_tiles(DTYPES[query.dtype], heads, kv_heads, queries, biased)
-    if op in ("varlen_attention", "decode_attention") and not heads_stack:
+        on_tiles = _cpu.decodes_on_tiles(DTYPES[query.dtype], heads, kv_heads, queries, biased)
+    if op in ("varlen_attention", "decode_attention") and not on_tiles:
         return "; small sequences on vectors"
     if op == "scaled_dot_product_attention" and options.weights:
         return "; the returned weights on vectors"

@@ -76,7 +76,7 @@ def gemm_of(product: str, dtype: torch.dtype, rows: int, work: int) -> str:
 
 
 def faster_than_torch(dtype: torch.dtype) -> Callable[[int, int], Product | None]:
-    """Return (rows, M·N·K) -> the GEMM of y, or None for PyTorch's; faster than :func:`gemm_of`."""
+    """Return a function (rows, M·N·K) -> the GEMM of y, or None if PyTorch computes all products."""
     gemm = rule(dtype)
     min_work = max(gemm.least, 1)
     if {*gemm[:3]} == {"torch"} and not gemm.few and not gemm.ours_up_to:
@@ -88,8 +88,8 @@ def faster_than_torch(dtype: torch.dtype) -> Callable[[int, int], Product | None
         name = gemm_of("y", dtype, rows, work)
         if name != "torch":
             return _GEMMS[name]
-        backward_differs = torch.is_grad_enabled() and {gemm.dx, gemm.dw} != {"torch"}
-        return _by_torch if backward_differs else None
+        own_backward = torch.is_grad_enabled() and {gemm.dx, gemm.dw} != {"torch"}
+        return _by_torch if own_backward else None
 
     return choose
 
@@ -97,7 +97,7 @@ def faster_than_torch(dtype: torch.dtype) -> Callable[[int, int], Product | None
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, options: LinearOptions
 ) -> Tensor:
-    """x [M, K], weight [N, K], bias [N] -> [M, N]"""
+    """Return y [M, N] = x Wᵀ + b, for x [M, K], weight [N, K] and bias [N]."""
     rows = x.shape[0]
     gemm = options.gemm or gemm_of("y", x.dtype, rows, rows * weight.numel())
     return _GEMMS[gemm](x, weight, bias)

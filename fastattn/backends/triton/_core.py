@@ -11,7 +11,7 @@ Names in kernels: ``i_`` is an index, ``o_`` the offsets of a tile and ``m_`` wh
 ``p_`` a pointer, ``b_`` a block in registers. ``opt`` are the :class:`Options`, ``g`` the
 :class:`Gradients`, ``row`` and ``col`` the first query and the first key of a tile [BM, BN]. ``m``,
 ``l`` and ``acc`` are the state of the online softmax: the maxima, the sums of exponentials and the
-sums of weighted values.
+sums of weighted values. A pair is a query with a key.
 """
 
 from __future__ import annotations

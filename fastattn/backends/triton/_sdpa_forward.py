@@ -140,7 +140,7 @@ def attention_weights(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """The weights of one tile of pairs, for one head or averaged over all heads."""
+    """The weights of one tile [BM, BN], for one head or averaged over all heads."""
     unit = exponent_unit(opt)
     i_matrix, row, col = matrix_tile(opt.q_len, opt.k_len, BM, BN)
     o_m = row + tl.arange(0, BM)
