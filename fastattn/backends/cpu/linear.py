@@ -76,7 +76,7 @@ def gemm_of(product: str, dtype: torch.dtype, rows: int, work: int) -> str:
 
 
 def faster_than_torch(dtype: torch.dtype) -> Callable[[int, int], Product | None]:
-    """Return a function (rows, M·N·K) -> the GEMM of y, or None if PyTorch computes all products."""
+    """Return (rows, M·N·K) -> the GEMM of y, or None if PyTorch computes all three products."""
     gemm = rule(dtype)
     min_work = max(gemm.least, 1)
     if {*gemm[:3]} == {"torch"} and not gemm.few and not gemm.ours_up_to:
