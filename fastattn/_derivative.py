@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fastattn.backends._alloc import empty_output
-from fastattn.backends.primitives import extend_options, is_wanted
+from fastattn.backends.primitives import extend_options, needs_gradient
 from fastattn.batching import fold, one_by_one, size_of_batch, unfold
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Derivative:
 
     def wants(self, options: Any, n: int) -> bool:
         """Whether gradient n is computed at all; the other ones are empty."""
-        return is_wanted(options, n, self.gives.split()[n])
+        return needs_gradient(options, n, self.gives.split()[n])
 
     def operator_of(self, operator: Operator) -> Operator:
         """The backward operator."""

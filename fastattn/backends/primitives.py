@@ -290,7 +290,7 @@ def unserved_fields(record: type, served: frozenset[str]) -> tuple[tuple[str, An
     )
 
 
-def is_wanted(options: Any, n: int, name: str) -> bool:
+def needs_gradient(options: Any, n: int, name: str) -> bool:
     """Whether a backward pass computes its gradient number n, of the tensor ``name``."""
     if hasattr(options, "needed"):
         return n == 0 or bool(options.needed >> n & 1)

@@ -344,7 +344,7 @@ def _attend_to_own_keys(
 def _attend_by_distance(
     call: _Call, lengths: Tensor, beyond: Tensor, table: Tensor | None, program: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention with a bias of distances and slopes, whose last query is ``beyond`` its last key.
+    """Attention with a bias of distances and slopes; ``beyond`` [B] shifts the distances.
 
     Sequences with different shifts or slopes are in different groups, each of which is a call.
     """

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends.primitives import is_wanted
+from fastattn.backends.primitives import needs_gradient
 
 
 def gradients(
@@ -27,7 +27,7 @@ def gradients(
     leaves = [x for n in indices if (x := arguments[n]) is not None]
     with_grad = [n for n, grad in enumerate(grads) if grad is not None]
 
-    def function(*leaves: Tensor) -> tuple[Tensor, ...]:
+    def forward_of_leaves(*leaves: Tensor) -> tuple[Tensor, ...]:
         """`forward` of the differentiated arguments, without results that have no gradient."""
         inputs = list(arguments)
         for n, leaf in zip(indices, leaves, strict=True):
@@ -37,7 +37,9 @@ def gradients(
 
     vector_jacobian: Sequence[Tensor] = [torch.zeros_like(leaf) for leaf in leaves]
     if with_grad and leaves:
-        vector_jacobian = torch.func.vjp(function, *leaves)[1](tuple(grads[n] for n in with_grad))
+        vector_jacobian = torch.func.vjp(forward_of_leaves, *leaves)[1](
+            tuple(grads[n] for n in with_grad)
+        )
     result: list[Tensor | None] = [None] * len(arguments)
     for n, gradient in zip(indices, vector_jacobian, strict=True):
         result[n] = gradient
@@ -65,10 +67,10 @@ def backward_of(
         grads = gradients(
             functools.partial(forward, options=options),
             [named.get(name) for name in forward_names],
-            [index for n, index in indices.items() if is_wanted(options, n, forward_names[index])],
+            [i for n, i in indices.items() if needs_gradient(options, n, forward_names[i])],
             [named.get(f"grad_{name}") for name in results.split()],
         )
-        return tuple(grads[index] for index in indices.values())
+        return tuple(grads[i] for i in indices.values())
 
     parameters = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names

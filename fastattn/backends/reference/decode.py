@@ -260,11 +260,11 @@ def _rows_of_sequences(
     if block_table is not None:
         # Page numbers beyond a sequence's length may be invalid; no query can see those keys.
         pages = block_table.long().clamp(0, max(cache.shape[0] - 1, 0))
-        return elements(cache, pages).transpose(1, 2).flatten(2, 3)
-    return cache[: query.shape[0]] if entries is None else elements(cache, entries)
+        return index_cache(cache, pages).transpose(1, 2).flatten(2, 3)
+    return cache[: query.shape[0]] if entries is None else index_cache(cache, entries)
 
 
-def elements(cache: Tensor, *index: Any) -> Tensor:
+def index_cache(cache: Tensor, *index: Any) -> Tensor:
     """``cache[index]``; by bytes for fp8, which PyTorch 2.6 to 2.8 cannot index on the CPU."""
     if cache.dtype == torch.float8_e4m3fn:
         return cache.view(torch.uint8)[index].view(cache.dtype)

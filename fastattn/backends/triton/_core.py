@@ -315,7 +315,7 @@ def exponent_unit(opt):
 
 
 @triton.jit
-def scaled(s, opt):
+def scale_scores(s, opt):
     """Return the scores of dot products s before biases are added, and d score / d (scale s)."""
     slope = 1.0
     if opt.rescored is not None:
@@ -328,7 +328,7 @@ def scaled(s, opt):
 
 
 @triton.jit
-def distance(o_m, o_n, seq):
+def absolute_distance(o_m, o_n, seq):
     """|i + offset - j| of each pair [BM, BN], in float32."""
     return tl.abs((o_m + seq.offset)[:, None] - o_n[None, :]).to(tl.float32)
 
@@ -378,7 +378,7 @@ def scores(
     o_n = col + tl.arange(0, BN)
     if opt.p_program is not None:  # before the product, so both need not be in registers
         allowed = program_pairs(coverage, seq, i_h, row, col, opt, BM, BN)
-    s, slope = scaled(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION), opt)
+    s, slope = scale_scores(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION), opt)
     visible, bias = visible_and_bias(seq, i_h, row, col, opt, CHECKED, BM, BN)
     if opt.p_program is not None:
         visible = visible & allowed
@@ -386,7 +386,7 @@ def scores(
         s = s + bias
     if opt.alibi is not None:
         slope_of_head = tl.load(opt.alibi.p + seq.i_b * opt.alibi.b + i_h * opt.alibi.h)
-        s = s - slope_of_head * distance(o_m, o_n, seq)
+        s = s - slope_of_head * absolute_distance(o_m, o_n, seq)
     if CHECKED or opt.excludes is not None:
         s = tl.where(visible, s, -INF)  # selected: NaN in excluded pairs has no effect
     return s, visible, slope

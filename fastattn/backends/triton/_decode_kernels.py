@@ -15,13 +15,13 @@ import triton.language as tl
 from fastattn.backends.triton._core import (
     INF,
     Sequence,
+    absolute_distance,
     any_query_sees,
-    distance,
     exponent_unit,
     in_window,
     log_sum_exp,
     matrix_tile,
-    scaled,
+    scale_scores,
     start_softmax,
     start_with_sink,
     update_softmax,
@@ -134,7 +134,7 @@ def decode_chunks(
                 if opt.p_program is not None:  # before the product, as in `scores`
                     allowed = program_pairs_of(coverage, seq, i_hkv, o_m, col, opt, BM, BN)
                 b_k = _load_cached(k, entry, row, i_hkv, m_n, D, BD)
-                s, slope = scaled(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION), opt)
+                s, slope = scale_scores(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION), opt)
                 visible = in_window(o_m, o_n, seq, opt)
                 if opt.p_program is not None:
                     visible = visible & allowed
@@ -144,7 +144,7 @@ def decode_chunks(
                     visible = visible & (bias != -INF)
                     s = s + bias
                 if opt.alibi is not None:
-                    s = s - slopes[:, None] * distance(o_m, o_n, seq)
+                    s = s - slopes[:, None] * absolute_distance(o_m, o_n, seq)
                 s = tl.where(visible, s, -INF)
                 m, l, p, shrink = update_softmax(m, l, s, unit, opt)
                 if opt.excludes is not None:

@@ -75,7 +75,7 @@ def score_gradients(
 
 @triton.jit
 def _sees_any_key(seq, i_h, row, lo, hi, opt, BM: tl.constexpr, BN: tl.constexpr):
-    """Whether each query of a tile [BM] can see a key, of which those in [lo, hi) are searched."""
+    """Whether each query of a tile [BM] can see a key; the window shows the tile [lo, hi)."""
     o_m = row + tl.arange(0, BM)
     zero = tl.zeros([BM], tl.int32)
     begin = zero
