@@ -141,8 +141,8 @@ def make_backward(patterns_type: type[Patterns]) -> Callable[..., Gradients]:
         """Return the gradients of state, stored, keys and the bias, see ``docs/design.md``."""
         tensors = (state, stored, keys)
         flat: list[Any] = [x if x is None else x.flatten(0, -3) for x in (grad_out, *tensors)]
-        flat_grad, flat_state, *memories = flat
-        patterns = patterns_type(*memories, mask, bias, options)
+        flat_grad, flat_state, flat_stored, flat_keys = flat
+        patterns = patterns_type(flat_stored, flat_keys, mask, bias, options)
         *grads, grad_bias = patterns.gradients(
             flat_grad, flat_state, taken.flatten(0, -2), ends, options.needed
         )
