@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fastattn.backends._alloc import empty_output
-from fastattn.backends.primitives import extended, is_wanted
+from fastattn.backends.primitives import extend_options, needs_gradient
 from fastattn.batching import fold, one_by_one, size_of_batch, unfold
 
 if TYPE_CHECKING:
@@ -48,13 +48,13 @@ class Derivative:
     def backward_options(self, options: Any, needed: tuple[bool, ...]) -> Any:
         """The options of a backward pass; ``needed``: which gradients of :meth:`skippable`."""
         if self.skippable() == ["attn_mask"]:
-            return extended(self.options, options, needs_mask_grad=needed[0])
+            return extend_options(self.options, options, needs_mask_grad=needed[0])
         bits = sum(1 << n for n, need in enumerate(needed) if need)
-        return extended(self.options, options, needed=bits)
+        return extend_options(self.options, options, needed=bits)
 
     def computes(self, options: Any, n: int) -> bool:
         """Whether gradient n is computed; otherwise it is an empty tensor."""
-        return is_wanted(options, n, self.gives.split()[n])
+        return needs_gradient(options, n, self.gives.split()[n])
 
     def backward_of(self, operator: Operator) -> Operator:
         """Make the backward operator of ``operator``: it takes gradients, then what it reads."""

@@ -43,7 +43,7 @@ from fastattn.backends.primitives import (
     NoOptions,
     SinusoidalOptions,
     VarlenOptions,
-    extended,
+    extend_options,
 )
 from fastattn.backends.triton import _launch
 
@@ -282,7 +282,7 @@ def attention(
     )
     forward = AttentionOptions(**{"scale": 0.125, "window_right": 0, **options})
     needs_mask_grad = mask is not None and mask.dtype != torch.bool
-    reverse = extended(AttentionBackwardOptions, forward, needs_mask_grad=needs_mask_grad)
+    reverse = extend_options(AttentionBackwardOptions, forward, needs_mask_grad=needs_mask_grad)
     seed = torch.empty((), dtype=torch.int64, device="meta") if forward.dropout_p else None
     query, out = (torch.empty(2, 16, 4096, width, dtype=dtype, device="meta") for _ in range(2))
     key = torch.empty(2, 4, 4096, width, dtype=dtype, device="meta")

@@ -9,8 +9,8 @@ from torch import Tensor
 def empty_output(query: Tensor, width: int) -> Tensor:
     """Return an empty [B, H, L, width] for a query [B, H, L, D], in the query's memory order.
 
-    As ``torch.empty_like`` applied to B, H and L; the last dimension is the innermost. So the heads
-    of a [B, L, H, D] projection are merged again without a copy.
+    B, H and L have the order of ``torch.empty_like(query)``, and the last dimension is contiguous.
+    So the heads of a projection [B, L, H, D] can be merged again without a copy.
     """
     if query.shape[-1] == width:
         like = torch.empty_like(query)
@@ -26,8 +26,8 @@ def empty_output(query: Tensor, width: int) -> Tensor:
     )
 
 
-def unexpanded(mask: Tensor) -> Tensor:
-    """The mask with every expanded (stride 0) dimension reduced to size 1."""
+def narrow_expanded(mask: Tensor) -> Tensor:
+    """Narrow every expanded (stride 0) dimension of a mask to size 1."""
     for dim, stride in enumerate(mask.stride()):
         if stride == 0 and mask.shape[dim] > 1:
             mask = mask.narrow(dim, 0, 1)
@@ -35,13 +35,13 @@ def unexpanded(mask: Tensor) -> Tensor:
 
 
 def summed_to(bias: Tensor, grad: Tensor) -> Tensor:
-    """Sum the gradient of expanded scores to the shape and dtype of a bias or a mask.
+    """Sum a gradient in the shape of the scores to the shape and dtype of a bias or a mask.
 
     Sums in float64, because one element may be the sum of thousands of terms.
     """
-    more = grad.ndim - bias.ndim  # extra leading dimensions, such as of partial sums
-    sizes = [None] * more + list(bias.shape)
-    pairs = zip(sizes, grad.shape, strict=True)
-    if dims := [dim for dim, (size, expanded) in enumerate(pairs) if size != expanded]:
+    extra_dims = grad.ndim - bias.ndim  # leading dimensions, such as of partial sums
+    sizes = [None] * extra_dims + list(bias.shape)
+    size_pairs = zip(sizes, grad.shape, strict=True)
+    if dims := [dim for dim, (size, expanded) in enumerate(size_pairs) if size != expanded]:
         grad = grad.sum(dims, keepdim=True, dtype=torch.float64)
-    return (grad.view(bias.shape) if more else grad).to(bias.dtype)
+    return (grad.view(bias.shape) if extra_dims else grad).to(bias.dtype)

@@ -1,8 +1,8 @@
 """The layout of a mask program, one int32 tensor that says which pairs are visible.
 
 A program is leaves and operators in postfix order: the number of steps, seven integers for each
-step, then the data of the leaves, in their order. An operator takes the two values before it. Only
-leaves are negated. A leaf with fewer batch entries or heads than the call repeats.
+step, then the data of the leaves, in their order. An operator combines the two values before it.
+Only leaves are negated. A leaf with fewer batch entries or heads than the call repeats.
 
 ========  ============================================  ============================================
 kind      pair (i, j) is visible if                     data
@@ -55,7 +55,7 @@ class Leaf(NamedTuple):
     heads: int = 1
     block_q: int = 0
     block_k: int = 0
-    partial: int = 0  # blocks with bits
+    partial: int = 0  # the number of blocks with bits
 
 
 def padded(x: Tensor) -> Tensor:
@@ -64,12 +64,12 @@ def padded(x: Tensor) -> Tensor:
 
 
 def encode(steps: Sequence[Kind | Leaf], device: torch.device) -> Tensor:
-    """Return the program of these steps, [size] int32."""
+    """Return the program [size] int32 of these steps: a leaf, or the kind of an operator."""
     header = [len(steps)]
     for step in steps:
         if isinstance(step, Leaf):
-            _, _, _, *sizes = step
-            header += [int(step.kind), int(step.negated), *sizes]
+            header += [int(step.kind), int(step.negated), step.batch, step.heads]
+            header += [step.block_q, step.block_k, step.partial]
         else:
             header += [int(step), *[0] * (FIELDS - 1)]
     data = [step.data.flatten() for step in steps if isinstance(step, Leaf)]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastattn.backends.primitives import AttentionBackwardOptions
 
-Gradients = Callable[..., tuple[Tensor | None, ...]]
+BackwardFunction = Callable[..., tuple[Tensor | None, ...]]
 
 
 def gradients_of_part(
@@ -27,7 +27,7 @@ def gradients_of_part(
     out: Tensor,  # [..., Dv] of all keys
     lse: Tensor,  # [...]
 ) -> tuple[Tensor | None, Tensor]:
-    """The derivative of a merge of states, from out and lse to one of them:
+    """Return the gradients of out_s and lse_s, a state that was merged to ``out`` and ``lse``:
 
     dout_s = w dout,  dlse_s = w (dlse + sum(dout (out_s - out))),  w = exp(lse_s - lse)
     """
@@ -40,26 +40,28 @@ def gradients_of_part(
     return grad_out, share * grad_lse
 
 
-def backward_of_part(forward: Callable[..., Any]) -> Callable[[Gradients], Gradients]:
-    """Let a backward function of attention, whose kernels take rows of their own keys, serve
-    ``partial`` too."""
+def backward_of_part(forward: Callable[..., Any]) -> Callable[[BackwardFunction], BackwardFunction]:
+    """Decorate a backward function of attention, so that it supports ``options.partial`` too.
 
-    def of_part(backward: Gradients) -> Gradients:
-        @functools.wraps(backward)  # so the dispatcher knows the tensors that it takes
+    Its kernels need out and lse of the keys of the call, which ``forward`` computes.
+    """
+
+    def decorate(backward: BackwardFunction) -> BackwardFunction:
+        @functools.wraps(backward)  # the dispatcher reads the names of its tensors
         def differentiate(
             *tensors: Tensor | None, options: AttentionBackwardOptions
         ) -> tuple[Tensor | None, ...]:
-            """The backward function, preceded by the derivative of the merge for ``partial``."""
+            """The backward function; for ``partial``, the derivative of the merge comes first."""
             if not options.partial:
                 return backward(*tensors, options=options)
-            (grad_out, grad_lse, grad_weights), (out, lse) = tensors[:3], tensors[9:11]
+            grad_out, grad_lse, grad_weights, *inputs = tensors[:9]
+            out, lse, *biases = tensors[9:]
             assert out is not None
             assert lse is not None
             assert grad_weights is None
             options = replace(options, partial=False, weights=0)
-            inputs, biases = tensors[3:9], tensors[11:]
             out_of_part, lse_of_part, _ = forward(*inputs, *biases, options=options)
-            # A whole lse of inf is that of other keys, so w is 0.
+            # If lse is inf but lse_of_part is not, another key has all the weight, and w is 0.
             grads_of_part = gradients_of_part(
                 grad_out, grad_lse, out_of_part, lse_of_part, out, lse
             )
@@ -68,4 +70,4 @@ def backward_of_part(forward: Callable[..., Any]) -> Callable[[Gradients], Gradi
 
         return differentiate
 
-    return of_part
+    return decorate

@@ -58,7 +58,7 @@ import torch
 from torch import Tensor
 
 HEADER, FIELDS = 10, 5
-FLAGS = 8  # their word
+VALUE, FLAGS = 6, 8  # the places of these words
 NAMED = 3  # numbers that steps do not name
 
 
@@ -76,7 +76,7 @@ Op = IntEnum(
 )
 
 
-def evaluated(
+def evaluate(
     words: Sequence[int],
     named: Sequence[int],  # the numbers that steps name
     data: Tensor | None,
@@ -84,44 +84,44 @@ def evaluated(
     score: Tensor,
     indices: Sequence[Any],  # b, h, q, k
 ) -> Tensor:
-    """The program's value, broadcastable to the scores and the indices."""
-    registers, before, each = words[:3]
-    numbers, first = [0] * NAMED + [*named], HEADER + registers
-    steps = words[first : first + FIELDS * (before + each)]
-    found: dict[int, Any] = {0: score}
-    for at in range(0, len(steps), FIELDS):
-        op, to, a, b, c = steps[at : at + FIELDS]
+    """Return the modified scores, broadcastable to the scores and the indices."""
+    registers, before, each = words[:3]  # the number of registers, and of steps
+    numbers, start = [0] * NAMED + [*named], HEADER + registers
+    steps = words[start : start + FIELDS * (before + each)]
+    values: dict[int, Any] = {0: score}
+    for place in range(0, len(steps), FIELDS):
+        op, to, a, b, c = steps[place : place + FIELDS]
         if op == Op.CONST:
-            found[to] = score.new_tensor(struct.unpack("<d", struct.pack("<ii", a, b))[0])
+            values[to] = score.new_tensor(struct.unpack("<d", struct.pack("<ii", a, b))[0])
         elif op == Op.INT:
-            found[to] = torch.tensor(a, device=score.device)
+            values[to] = torch.tensor(a, device=score.device)
         elif op == Op.NUMBER:
-            found[to] = torch.tensor(numbers[a], device=score.device)
+            values[to] = torch.tensor(numbers[a], device=score.device)
         elif op in (Op.BATCH, Op.HEAD, Op.QUERY, Op.KEY):
-            found[to] = indices[op - Op.BATCH]
+            values[to] = indices[op - Op.BATCH]
         elif op == Op.INDEX:
-            x = found[a]
-            found[to] = torch.where(x < 0, x + numbers[b], x).clamp(0, numbers[b] - 1) * numbers[c]
+            x = values[a]
+            values[to] = torch.where(x < 0, x + numbers[b], x).clamp(0, numbers[b] - 1) * numbers[c]
         elif op in (Op.GATHER, Op.GATHER_INT):
             source = data if op == Op.GATHER else captured
             assert source is not None
-            found[to] = source[numbers[b] + found[a].clamp(0, numbers[c] - 1)]
+            values[to] = source[numbers[b] + values[a].clamp(0, numbers[c] - 1)]
             if op == Op.GATHER:
-                found[to] = found[to].to(score.dtype)
+                values[to] = values[to].to(score.dtype)
         elif op == Op.SELECT and b == c:
-            found[to] = found[b].detach()
+            values[to] = values[b].detach()
         elif op == Op.SELECT:
-            found[to] = torch.where(found[a], *torch.broadcast_tensors(found[b], found[c]))
+            values[to] = torch.where(values[a], *torch.broadcast_tensors(values[b], values[c]))
         elif op == Op.TO_FLOAT:
-            found[to] = found[a].to(score.dtype)
+            values[to] = values[a].to(score.dtype)
         else:
             unary = op in _UNARY
-            found[to] = _UNARY[op](found[a]) if unary else _BINARY[op](found[a], found[b])
-    result: Tensor = found[words[6]]
+            values[to] = _UNARY[op](values[a]) if unary else _BINARY[op](values[a], values[b])
+    result: Tensor = values[words[VALUE]]
     return result
 
 
-def _divided(a: Tensor, b: Tensor) -> Tensor:
+def _floor_divide(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(b == 0, 0, a.div(torch.where(b == 0, 1, b), rounding_mode="floor"))
 
 
@@ -136,6 +136,6 @@ _BINARY: dict[int, Callable[..., Tensor]] = {
        for name in "add sub mul lt le eq".split() for kind in ("", "I")},
     Op.DIV: torch.div, Op.POW: torch.pow, Op.ATAN2: torch.atan2,
     Op.MIN: torch.minimum, Op.MAX: torch.maximum,
-    Op.IDIV: _divided, Op.IMOD: lambda a, b: a - _divided(a, b) * b,
+    Op.IDIV: _floor_divide, Op.IMOD: lambda a, b: a - _floor_divide(a, b) * b,
     Op.AND: torch.bitwise_and, Op.OR: torch.bitwise_or, Op.XOR: torch.bitwise_xor,
 }  # fmt: skip

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 
-def places(starts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The sequence of every row (B after the last sequence), its index there, and the lengths.
+def locate_rows(starts: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sequence of every row [rows], the row's index in it [rows], and lengths [B + 1].
 
-    ``starts`` is [B + 1]. The lengths have one extra entry, for the rows that belong to no
-    sequence.
+    Sequence b begins at row ``starts[b]``. Rows after the last sequence have the sequence B, of
+    length 0.
     """
     row = torch.arange(rows, device=starts.device)
     # Sequence b ends where b + 1 starts; empty sequences share a start and are skipped. Starts are

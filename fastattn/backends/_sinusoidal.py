@@ -14,21 +14,23 @@ from fastattn.sinusoids import sinusoids
 
 
 @functools.lru_cache(maxsize=256)
-def _columns(
+def _column_angles(
     width: int, layout: str, max_timescale: float, device: torch.device
 ) -> tuple[Tensor, ...]:
-    """The columns on the device, reinterpreted as int64."""
+    """The frequency and the phase of every column, uint64 with its bits read as int64."""
     table = sinusoids(width, layout, max_timescale)
 
-    def copied(column: array[int]) -> Tensor:  # on the CPU, too: they must own their memory
+    def copy_to_device(
+        column: array[int],
+    ) -> Tensor:  # on the CPU, too: tensors must own their memory
         words = torch.tensor(column.tolist(), dtype=torch.uint64, device="cpu")
         return words.view(torch.int64).to(device)
 
-    return tuple(map(copied, table))
+    return tuple(map(copy_to_device, table))
 
 
-def encoding_on(native: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``sinusoidal_encoding`` on this function."""
+def make_encoding(native: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make ``sinusoidal_encoding`` of a kernel for tensors of at most four dimensions."""
 
     def sinusoidal_encoding(
         x: Tensor,  # [..., L, D]
@@ -39,7 +41,7 @@ def encoding_on(native: Callable[..., Tensor]) -> Callable[..., Tensor]:
         out: Tensor | None = None,  # of at most four dimensions
     ) -> Tensor:
         """Return ``x * scale + PE(positions)``, see ``docs/design.md``."""
-        columns = _columns(x.shape[-1], options.layout, options.max_timescale, x.device)
+        columns = _column_angles(x.shape[-1], options.layout, options.max_timescale, x.device)
         if x.ndim <= 4:
             return native(x, positions, options=options, columns=columns, offset=offset, out=out)
         encoded = torch.empty_like(x)
@@ -48,10 +50,7 @@ def encoding_on(native: Callable[..., Tensor]) -> Callable[..., Tensor]:
             positions = positions.expand(x.shape[:-1]).flatten(0, -3)
         rows = x.flatten(0, -4)
         native(rows, positions, options=options, columns=columns, offset=offset, out=target)
-        return (
-            encoded
-            if target.data_ptr() == encoded.data_ptr()
-            else encoded.copy_(target.view(x.shape))
-        )
+        is_view = target.data_ptr() == encoded.data_ptr()
+        return encoded if is_view else encoded.copy_(target.view(x.shape))
 
     return sinusoidal_encoding

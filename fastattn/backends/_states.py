@@ -1,4 +1,4 @@
-"""merge_states of any rank, for kernels that take at most four dimensions."""
+"""merge_states of any rank, for kernels that support at most four dimensions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def of_any_rank(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[T
         assert states[0] is not None
         if states[0].ndim <= 4:
             return run(*tensors, options=options)
-        # Views where the strides allow it, else copies. Outputs and lse alternate.
+        # Views if the strides allow it, else copies. Every second tensor is an lse, without Dv.
         flat = [x if x is None else x.flatten(0, n % 2 - 4) for n, x in enumerate(tensors)]
         shaped = []
         for result, x in zip(run(*flat, options=options), states, strict=False):
@@ -31,5 +31,5 @@ def of_any_rank(run: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[T
 
 
 def sizes(out: Tensor) -> tuple[int, ...]:
-    """B, H, L and Dv."""
+    """Return (B, H, L, Dv) of an output with two to four dimensions."""
     return (1,) * (4 - out.ndim) + out.shape

@@ -28,10 +28,10 @@ def why_not(
     if causal and query.shape[2] != key.shape[2]:
         return ["PyTorch's kernel aligns causal attention to the bottom right"]
     if query.shape[3] % 8:
-        return [f"a head dimension of {query.shape[3]} is no multiple of 8"]
+        return [f"a head dimension of {query.shape[3]} is not a multiple of 8"]
     grouped = query.shape[1] != key.shape[1]
     parameters = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, causal, grouped)
-    # Without a GPU only `explain` has such tensors, and PyTorch cannot tell.
+    # Without a GPU, only `explain` asks, with fake tensors, and PyTorch has no answer.
     if torch.cuda.is_available() and not torch.backends.cuda.can_use_flash_attention(parameters):
         return ["PyTorch would not take its FlashAttention kernel for these tensors"]
     return []
@@ -42,7 +42,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)``."""
     assert _forward is not None
-    out, lse = _forward(query, key, value, 0.0, causal, False, scale=scale)[:2]
+    no_dropout, no_debug_mask = 0.0, False
+    out, lse = _forward(query, key, value, no_dropout, causal, no_debug_mask, scale=scale)[:2]
     return out, lse
 
 
@@ -60,12 +61,12 @@ def backward(
     assert _backward is not None
     if grad_out.stride(3) != 1:
         grad_out = grad_out.contiguous()
-    # Sequences that are not packed have no starts (None); without dropout no state is read.
+    # None: no starts of packed sequences. Without dropout (0.0), its random state is not read.
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     unused = torch.zeros((), dtype=torch.uint64, device=query.device)
-    sizes = (None, None, query.shape[2], key.shape[2])
+    sequences = (None, None, query.shape[2], key.shape[2])
     forward_tensors = (grad_out, query, key, value, out, lse.float())
     grad_query, grad_key, grad_value = _backward(
-        *forward_tensors, *sizes, 0.0, causal, state, unused, scale=scale
+        *forward_tensors, *sequences, 0.0, causal, state, unused, scale=scale
     )
     return grad_query, grad_key, grad_value

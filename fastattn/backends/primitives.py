@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 
-Made = TypeVar("Made")
+OptionsRecord = TypeVar("OptionsRecord")
 
 # The weights to return: none, one matrix per head, their mean over the heads.
 Weights = Literal[0, 1, 2]
@@ -29,7 +29,7 @@ Constant = Annotated[int, "never a symbol of the compiler"]
 class Record:
     """Options, with caches of values derived from them: a plan uses one record in every call."""
 
-    # The options as parsed by the CPU's core, and the options of the backward pass.
+    # The options as the CPU's core parsed them, and the options of the backward pass.
     __slots__ = ("core", "of_backward")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class LocalOptions(Record):
     reach: int = 1  # D: a query sees the keys within this distance of its position
     bell: bool = False  # a weight is multiplied by exp(-2 ((j - p) / D)^2)
 
-    def rows(self, keys: Any) -> Any:
+    def window_size(self, keys: Any) -> Any:
         """W, the number of keys in a window."""
         if isinstance(keys, torch.Tensor):  # while torch.jit.trace records
             return keys.clamp(max=2 * self.reach + 1)
@@ -215,7 +215,7 @@ class NoOptions(Record):
 class LinearOptions(Record):
     """Options of a linear layer."""
 
-    gemm: str = ""  # of the CPU's backend: "torch", "onednn", "ours"; "": by evidence
+    gemm: str = ""  # of the CPU backend: "torch", "onednn", "ours"; "": see evidence.py
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ _KINDS = {
 
 
 def schema(record: type) -> str:
-    """The fields as arguments of a dispatcher operator."""
+    """The fields of a record as arguments in the schema of a dispatcher operator."""
     kinds = typing.get_type_hints(record, include_extras=True)
     return ", ".join(f"{_KINDS[kinds[field.name]]} {field.name}" for field in fields(record))
 
@@ -247,15 +247,15 @@ def values_of(options: Any) -> list[Any]:
     return [getattr(options, field.name) for field in fields(options)]
 
 
-def served(base: Mapping[str, frozenset[str]], **more: str) -> dict[str, frozenset[str]]:
-    """The fields that a backend serves, by primitive: ``base``, and ``more`` for some."""
-    others = {op: base.get(op, frozenset()) | {*names.split()} for op, names in more.items()}
-    return {**base, **others}
+def served_fields(base: Mapping[str, frozenset[str]], **more: str) -> dict[str, frozenset[str]]:
+    """The fields that a backend serves, by primitive: ``base``, and for some ``more``."""
+    extended = {op: base.get(op, frozenset()) | {*names.split()} for op, names in more.items()}
+    return {**base, **extended}
 
 
 # The options that the kernels of all backends serve, forward and backward. Each backend lists its
 # additional options, and declines calls that use any other option.
-EVERYWHERE = served(
+EVERYWHERE = served_fields(
     {},
     additive_attention="causal dropout_p weights needs_mask_grad",
     append_to_cache="",
@@ -272,16 +272,17 @@ EVERYWHERE = served(
 )
 
 
-def unserved(options: Any, served: frozenset[str]) -> list[str]:
-    """Reasons against a call: the options that are in use but not among the served fields."""
+def why_not_options(options: Any, served: frozenset[str]) -> list[str]:
+    """The reasons of a backend with these fields against a call: the other options in use."""
     record: Any = type(options)
-    others = with_default(record, served)
-    return [f"has no {name}" for name, default in others if getattr(options, name) != default]
+    fields_and_defaults = unserved_fields(record, served)
+    used = (name for name, default in fields_and_defaults if getattr(options, name) != default)
+    return [f"has no {name}" for name in used]
 
 
 @functools.cache
-def with_default(record: type, served: frozenset[str]) -> tuple[tuple[str, Any], ...]:
-    """The other fields of a record and their defaults; empty if the backend is up to date."""
+def unserved_fields(record: type, served: frozenset[str]) -> tuple[tuple[str, Any], ...]:
+    """The fields that are not among the served ones, with their defaults."""
     return tuple(
         (field.name, field.default)
         for field in fields(record)
@@ -289,22 +290,22 @@ def with_default(record: type, served: frozenset[str]) -> tuple[tuple[str, Any],
     )
 
 
-def is_wanted(options: Any, n: int, name: str) -> bool:
-    """Whether a backward pass computes gradient n, that of the tensor ``name``."""
+def needs_gradient(options: Any, n: int, name: str) -> bool:
+    """Whether a backward pass computes its gradient number n, of the tensor ``name``."""
     if hasattr(options, "needed"):
         return n == 0 or bool(options.needed >> n & 1)
     return bool(getattr(options, "needs_mask_grad" if name == "attn_mask" else name, True))
 
 
-def shared(record: type[Made], options: Any) -> Made:
+def convert_options(record: type[OptionsRecord], options: Any) -> OptionsRecord:
     """Convert options to the record of another primitive; its other fields get their defaults.
 
-    Fields with the same name mean the same in both.
+    Fields of the same name have the same meaning in both.
     """
     names = {field.name for field in fields(record)}  # type: ignore[arg-type]
     return record(**{name: x for name, x in vars(options).items() if name in names})
 
 
-def extended(record: type[Made], options: Any, **more: Any) -> Made:
+def extend_options(record: type[OptionsRecord], options: Any, **more: Any) -> OptionsRecord:
     """Convert the options of a forward pass to the record of its backward pass."""
     return record(**vars(options), **more)

@@ -10,8 +10,8 @@ reach all queries.
 Some obstacles are known only when the backward pass begins. A gradient of ``lse`` sends the call to
 the next backend (``fastattn/ops/sdpa.py``). On the CPU, a ``grad_out`` with NaN or inf under a
 mask, and scores so large that a float32 ``lse`` is too inexact to recompute the weights, run the
-forward and the backward of fastattn's own kernels (:func:`_ours`), or of the reference without a
-native core.
+forward and the backward of fastattn's own kernels (:func:`_native_gradients`), or of the reference
+without a native core.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch import Tensor
 
 from fastattn import compat
 from fastattn.backends import _torch_cuda, reference
-from fastattn.backends._alloc import empty_output, unexpanded
+from fastattn.backends._alloc import empty_output, narrow_expanded
 from fastattn.backends.primitives import (
     EVERYWHERE,
     AttentionBackwardOptions,
     AttentionOptions,
-    unserved,
+    why_not_options,
 )
 
 # `why_not` declines most values of these options, each with its own reason.
@@ -50,9 +50,9 @@ _choice = compat.fused_choice
 
 def why_not(op: str, tensors: Mapping[str, Tensor | None], options: AttentionOptions) -> list[str]:
     """Return the reasons why PyTorch's fused kernel cannot run ``op`` on these arguments."""
-    missing = unserved(options, _SERVED)
-    call: Mapping[str, Any] = tensors
-    return _why_not_attend(missing, options=options, **call)
+    missing = why_not_options(options, _SERVED)
+    named_tensors: Mapping[str, Any] = tensors
+    return _why_not_attend(missing, options=options, **named_tensors)
 
 
 def _why_not_attend(
@@ -66,39 +66,39 @@ def _why_not_attend(
     grad_lse: Tensor | None = None,
     **_: Any,
 ) -> list[str]:
-    """Reasons that depend on the options; if there are none, the reasons of `_why_not_plain`."""
+    """Reasons against a call with these options, or else those of ``_why_not_plain``."""
     if isinstance(options, AttentionBackwardOptions) and options.needs_mask_grad:
         reasons.append("the mask's gradient is wanted, which PyTorch's kernel does not compute")
     if grad_lse is not None:
-        reasons.append("lse has a gradient, which PyTorch's kernel does not take")
+        reasons.append("lse has a gradient, which PyTorch's kernel does not support")
     if options.weights:
         reasons.append("the weights are wanted, which PyTorch's kernel does not return")
     if options.dropout_p:
-        reasons.append("dropout draws other numbers there")
+        reasons.append("dropout draws other numbers in PyTorch's kernel")
     if options.softcap:
-        reasons.append("softcap is not in PyTorch's kernel")
+        reasons.append("PyTorch's kernel does not support softcap")
     if alibi_slopes is not None:
-        reasons.append("ALiBi is not in PyTorch's kernel")
+        reasons.append("PyTorch's kernel does not support ALiBi")
     causal = options.window_right == 0
     if options.window_left != -1 or options.window_right > 0:
-        reasons.append("a window is not in PyTorch's kernel")
+        reasons.append("PyTorch's kernel does not support a window")
     if causal and options.offset:
-        reasons.append("causal attention is aligned to the upper left there")
+        reasons.append("PyTorch's kernel aligns causal attention to the upper left")
     if causal and attn_mask is not None:
-        reasons.append("a mask and causal exclusion together are not in PyTorch's kernel")
+        reasons.append("PyTorch's kernel does not support a mask and causal exclusion together")
     return reasons or _why_not_plain(query, key, value, attn_mask, options.scale, causal)
 
 
 def _why_not_plain(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool
 ) -> list[str]:
-    """Reasons against plain attention with these tensors."""
+    """Reasons against plain attention, possibly masked or causal, with these tensors."""
     if query.dtype not in _DTYPES:
         return [f"gradients of {query.dtype} exceed the error bound in PyTorch's kernel"]
     if 0 in query.shape or 0 in key.shape or 0 in value.shape:
-        return ["a size of 0 is not in PyTorch's kernel"]
+        return ["PyTorch's kernel does not support a size of 0"]
     if query.shape[3] != value.shape[3]:
-        return ["key and value have different widths, which PyTorch's kernel does not take"]
+        return ["key and value have different widths, which PyTorch's kernel does not support"]
     if any(x.shape[3] > 1 and x.stride(3) != 1 for x in (query, key, value)):
         return ["the last dimension of query, key or value is not contiguous"]
     if causal and query.shape[2] < key.shape[2]:
@@ -127,7 +127,7 @@ def _why_not_plain(
 
 @functools.cache
 def _zeroes_masked_rows() -> bool:
-    """Whether this PyTorch gives 0 for output and gradients of fully masked rows; tried once."""
+    """Whether this PyTorch returns 0 for output and gradients of fully masked rows, tried once."""
     assert _forward is not None
     assert _backward is not None
     x = torch.ones(1, 1, 2, 8, dtype=torch.bfloat16, device="cpu")
@@ -161,14 +161,17 @@ def scaled_dot_product_attention(
     causal = options.window_right == 0
     if not query.is_cpu:
         out, lse = _torch_cuda.forward(query, key, value, options.scale, causal)
-        return _as_promised(out, query), lse.double(), query.new_empty(0)
+        return _in_order_of(out, query), lse.double(), query.new_empty(0)
     assert _forward is not None
-    added = None if attn_mask is None else _added(unexpanded(attn_mask), query.dtype, key.shape[2])
-    out, lse = _forward(query, key, value, 0.0, causal, attn_mask=added, scale=options.scale)
+    float_mask = None
+    if attn_mask is not None:
+        attn_mask = narrow_expanded(attn_mask)
+        float_mask = _float_mask(attn_mask, query.dtype, key.shape[2])
+    out, lse = _forward(query, key, value, 0.0, causal, attn_mask=float_mask, scale=options.scale)
     lse = lse.to(torch.float64, memory_format=torch.contiguous_format)
     if attn_mask is not None:  # PyTorch's lse of a fully masked row is 0
-        lse.masked_fill_(~unexpanded(attn_mask).any(3), -math.inf)
-    return _as_promised(out, query), lse, query.new_empty(0)
+        lse.masked_fill_(~attn_mask.any(3), -math.inf)
+    return _in_order_of(out, query), lse, query.new_empty(0)
 
 
 def scaled_dot_product_attention_backward(
@@ -192,46 +195,46 @@ def scaled_dot_product_attention_backward(
     scale, causal = options.scale, options.window_right == 0
     if not query.is_cpu:
         grads = _torch_cuda.backward(grad_out, query, key, value, out, lse, scale, causal)
-        return *_all_as_promised(grads, query, key, value), None
+        return *_all_in_order(grads, query, key, value), None
     assert _backward is not None
-    added = None
+    float_mask = None
     if attn_mask is not None:
-        attn_mask = unexpanded(attn_mask)
-        added = _added(attn_mask, query.dtype, key.shape[2])
+        attn_mask = narrow_expanded(attn_mask)
+        float_mask = _float_mask(attn_mask, query.dtype, key.shape[2])
         lse = lse.masked_fill(lse == -math.inf, 0.0)  # exp(-inf - 0) is 0
     masked = causal or attn_mask is not None
     if (masked and not _is_finite(grad_out)) or not lse.abs().max() <= _LARGEST_LSE:
-        return *_ours(grad_out, query, key, value, attn_mask, scale, causal), None
+        return *_native_gradients(grad_out, query, key, value, attn_mask, scale, causal), None
     if grad_out.stride(3) != 1:
         grad_out = grad_out.contiguous()
     forward_tensors = (grad_out, query, key, value, out, lse.float())
-    grads = _backward(*forward_tensors, 0.0, causal, attn_mask=added, scale=scale)
-    return *_all_as_promised(grads, query, key, value), None
+    grads = _backward(*forward_tensors, 0.0, causal, attn_mask=float_mask, scale=scale)
+    return *_all_in_order(grads, query, key, value), None
 
 
-def _added(mask: Tensor, dtype: torch.dtype, keys: int) -> Tensor:
-    """A boolean mask as PyTorch adds it: 0 where it is True, else -inf."""
-    added = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
-    return added.expand(*mask.shape[:3], keys)
+def _float_mask(mask: Tensor, dtype: torch.dtype, keys: int) -> Tensor:
+    """Convert a boolean mask to the form that PyTorch's kernel adds: 0 where True, else -inf."""
+    float_mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
+    return float_mask.expand(*mask.shape[:3], keys)
 
 
-def _all_as_promised(grads: tuple[Tensor, ...], *like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _all_in_order(grads: tuple[Tensor, ...], *like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, each in the memory order of its tensor."""
-    query, key, value = (_as_promised(*pair) for pair in zip(grads, like, strict=True))
+    query, key, value = (_in_order_of(*pair) for pair in zip(grads, like, strict=True))
     return query, key, value
 
 
-def _as_promised(result: Tensor, like: Tensor) -> Tensor:
-    """Return the result in the memory order of ``like``; PyTorch's order varies by version."""
+def _in_order_of(result: Tensor, like: Tensor) -> Tensor:
+    """Return the result in the memory order of ``like``: PyTorch's order varies by version."""
     if result.stride() == like.stride():
         return result
-    promised = empty_output(like, result.shape[3])
-    return result if result.stride() == promised.stride() else promised.copy_(result)
+    ordered = empty_output(like, result.shape[3])
+    return result if result.stride() == ordered.stride() else ordered.copy_(result)
 
 
 @functools.cache
-def _native() -> Any:
-    """The CPU backend, or the reference in an installation without it."""
+def _native_backend() -> Any:
+    """The CPU backend, or the reference in an installation without a native core."""
     try:
         from fastattn.backends import cpu
     except ImportError:
@@ -239,7 +242,7 @@ def _native() -> Any:
     return cpu
 
 
-def _ours(
+def _native_gradients(
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -248,12 +251,12 @@ def _ours(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by fastattn's own kernels, which need their own, more exact, ``lse``."""
-    kernels = _native()
+    """The gradients of query, key and value by fastattn's kernels, with their own, exact lse."""
+    kernels = _native_backend()
     tensors = (query, key, value, mask, None, None)
     options = AttentionBackwardOptions(scale=scale, window_right=0 if causal else -1)
     out, lse, _ = kernels.scaled_dot_product_attention(*tensors, options=options)
     gradients = kernels.scaled_dot_product_attention_backward(
         grad_out, None, None, *tensors, out, lse, options=options
     )
-    return _all_as_promised(gradients[:3], query, key, value)
+    return _all_in_order(gradients[:3], query, key, value)

@@ -18,7 +18,7 @@ from fastattn.distributed.layout import Layout, Run
 
 METHODS = ("auto", "ring", "allgather", "ulysses")
 LAYOUTS = ("contiguous", "zigzag")
-NOWHERE = Layout(())
+NO_LAYOUT = Layout(())
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")  # of a function, which differs between processes
 
 
@@ -33,17 +33,17 @@ class Call:
     alibi_slopes: Tensor | None  # [B|1, Hq]
     sinks: Tensor | None  # [1, Hq]
     mask: masks.Mask | None  # for all queries and keys
-    sequences: Tensor | None  # [N + 1] where packed sequences begin and end; mask has them, too
+    sequences: Tensor | None  # [N + 1] int64, starts of packed sequences; part of `mask`, too
     options: AttentionOptions  # with the offset 0
     seed: Tensor | None  # [] int64, of dropout: this rank's, then rank 0's
     method: str
     layout: str | Tensor | Layout
-    queries: Layout = NOWHERE
-    keys: Layout = NOWHERE
+    queries: Layout = NO_LAYOUT
+    keys: Layout = NO_LAYOUT
 
     @property
     def window(self) -> tuple[int, int]:
-        """(left, right), -1 for unlimited."""
+        """(left, right): the positions that a query sees before and after its own; -1: all."""
         return self.options.window_left, self.options.window_right
 
     @property
@@ -64,17 +64,17 @@ class Call:
         return replace(self, queries=queries, keys=keys)
 
     def with_seed(self, seed: int) -> Call:
-        """The call with the draws of this seed, if it has dropout."""
+        """The call with this seed of dropout; a call without dropout is unchanged."""
         return self if self.seed is None else replace(self, seed=torch.full_like(self.seed, seed))
 
-    def in_fewest_runs(self) -> Call:
-        """The call with one run per rank if positions do not matter."""
+    def with_fewest_runs(self) -> Call:
+        """The call with one run of rows per rank, unless the result depends on positions."""
         if self.uses_positions:
             return self
         lengths = self.queries.lengths, self.keys.lengths
         return self.with_layouts(*(Layout.contiguous(row_lengths) for row_lengths in lengths))
 
-    def compared(self) -> dict[str, str]:
+    def options_to_compare(self) -> dict[str, str]:
         """The values that must be the same on all ranks, by argument."""
         q, options = self.query, self.options
         slopes, sinks, mask = self.alibi_slopes, self.sinks, self.attn_mask
@@ -103,23 +103,23 @@ class Call:
         }
 
     @property
-    def columns(self) -> int:
-        """The number of columns of the mask; 1 or less fits every number of keys."""
+    def mask_columns(self) -> int:
+        """The columns of ``attn_mask``: the keys of all ranks, or 1 or 0 for any number of keys."""
         return 0 if self.attn_mask is None else self.attn_mask.shape[3]
 
-    def own_mask(self, rows: slice, keys: slice) -> Tensor | None:
-        """The mask of some of this rank's rows and some positions of keys; a view."""
+    def local_mask(self, rows: slice, keys: slice) -> Tensor | None:
+        """A view of the mask of some of this rank's rows, and of the keys at some positions."""
         mask = self.attn_mask
         return None if mask is None else mask[mask_slices(mask, rows, keys)]
 
-    def program(self, run: Run, first_key: int, k_len: int) -> Tensor | None:
-        """The mask program of a run of queries and these keys."""
+    def mask_program(self, run: Run, first_key: int, k_len: int) -> Tensor | None:
+        """The mask program of a run of queries and the keys at positions from ``first_key`` on."""
         if self.mask is None:
             return None
-        return masks.part_program(self.mask, self.part(run, first_key, k_len))
+        return masks.part_program(self.mask, self.mask_part(run, first_key, k_len))
 
-    def part(self, run: Run, first_key: int, k_len: int) -> masks.PartCall:
-        """A run of queries and these keys, as the part of a call that a mask is asked for."""
+    def mask_part(self, run: Run, first_key: int, k_len: int) -> masks.PartCall:
+        """A run of queries and the keys from ``first_key`` on, as ``fastattn.masks`` takes it."""
         batch, heads = self.query.shape[:2]
         sizes = (batch, batch, run.length, k_len, self.query.device, heads, run.position)
         lengths = self.queries.total, self.keys.total
@@ -127,20 +127,20 @@ class Call:
 
 
 def mask_slices(mask: Tensor, rows: slice, keys: slice) -> tuple[slice, ...]:
-    """The index of a part of a mask [B|1, Hq|1, Lq|1, Lk|1], which may broadcast."""
+    """The index of a part of a mask [B|1, Hq|1, Lq|1, Lk|1]; dimensions of size 1 stay whole."""
     every = slice(None)
     index = (rows if mask.shape[2] != 1 else every, keys if mask.shape[3] != 1 else every)
     return every, every, *index
 
 
 def _sizes(x: Tensor) -> list[int | str]:
-    """The sizes that all ranks share; the length L may differ."""
+    """The sizes of [B, H, L, D] to compare; "L" stands for the length, which may differ."""
     batch, heads, _, width = x.shape
     return [batch, heads, "L", width]
 
 
-def checked(args: Any) -> Call:
-    """Run the checks that need no other rank; return the arguments in the form of the primitive.
+def check_call(args: Any) -> Call:
+    """Check the arguments as far as one rank can, and bring them into the form of the primitive.
 
     ``args`` has the arguments of :func:`fastattn.distributed.attention`.
     """
@@ -165,8 +165,8 @@ def checked(args: Any) -> Call:
     dropout_p = checks.check_dropout(OP, args.dropout_p)
     if args.generator is not None:
         checks.check_generator(OP, args.generator, query.device)
-    of_scores = (args.scale, args.softcap, args.window, args.is_causal)
-    scores = checks.score_options(OP, query, *of_scores)
+    score_arguments = (args.scale, args.softcap, args.window, args.is_causal)
+    scores = checks.score_options(OP, query, *score_arguments)
     if attn_mask is not None and args.is_causal:
         raise RuntimeError(
             f"{OP}: Explicit attn_mask should not be set when is_causal=True; "
@@ -222,7 +222,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
 
 
 def _check_sequences(cu_seqlens: Any, query: Tensor) -> Tensor:
-    """The starts as int64 on the device of the query."""
+    """Check ``cu_seqlens``; return it as int64 on the device of the query."""
     starts = checks.check_integers(OP, "cu_seqlens", cu_seqlens, "[N + 1]", 1, query.device)
     if not starts.numel() or starts[0] != 0 or (starts.diff() < 0).any():
         raise ValueError(
@@ -232,7 +232,7 @@ def _check_sequences(cu_seqlens: Any, query: Tensor) -> Tensor:
 
 
 def _fold_mask(mask: Any, query: Tensor) -> Tensor:
-    """The mask with four dimensions; its last one is compared when all lengths are known."""
+    """Check the mask and give it four dimensions; its columns are checked with all ranks' keys."""
     mask = checks.check_mask(OP, mask, query)
     rows = tuple(query.shape[:3])
     if not 1 <= mask.dim() <= 4 or not checks.expands_to(mask.shape[:-1], rows):

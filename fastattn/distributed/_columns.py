@@ -13,7 +13,7 @@ from fastattn.distributed.layout import Layout
 
 
 def gather_columns(local: Tensor, group: Any, layout: str | Layout) -> Tensor:
-    """[B, Lk of this rank] of each rank -> [B, Lk of all ranks], in the order of positions."""
+    """Gather [B, Lk of this rank] to [B, Lk of all ranks], in the order of positions."""
     peers = Peers(process_group(group))
     length = torch.tensor([local.shape[1]], device=local.device)
     step = "gathering the padding of keys"
@@ -24,7 +24,7 @@ def gather_columns(local: Tensor, group: Any, layout: str | Layout) -> Tensor:
     messages = gather(peers, message.contiguous().view(-1), sizes, step)
     columns = torch.cat([x.view(len(local), n) for x, n in zip(messages, lengths, strict=True)], 1)
     positions = torch.cat([key_layout.positions(rank) for rank in range(key_layout.ranks)])
-    # Lengths that do not fit the layout are an error of the attention that follows.
+    # If the lengths do not fit the layout, the attention that follows raises the error.
     if positions.shape[0] == columns.shape[1]:
         columns = torch.zeros_like(columns).index_copy(1, positions.to(local.device), columns)
     return columns.to(local.dtype)

@@ -9,11 +9,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-Restored = Callable[..., Any]  # (part of a result, the dimension that ranks share or None)
+Restore = Callable[..., Any]  # (local result, the dimension of its rows or None) -> DTensor
 
 
 def is_dtensor(x: Any) -> bool:
-    """Whether x is a DTensor, told by the name of its class."""
+    """Whether x is a DTensor, judged by the name of its class."""
     return type(x).__name__ == "DTensor"  # importing its class takes long
 
 
@@ -27,14 +27,14 @@ def refuse_dtensors(op: str, **arguments: Any) -> None:
 def local_parts(
     op: str,
     group: Any,
-    rows: Mapping[str, tuple[Any, int]],  # tensors and the dimension that ranks share, or None
-    whole: Mapping[str, Any],  # tensors that all ranks have, or None
+    rows: Mapping[str, tuple[Any, int]],  # tensors (or None) and the dimension of their rows
+    whole: Mapping[str, Any],  # tensors (or None) that are replicated
     shared: Collection[int] = (0, 1),  # batch and heads
-) -> tuple[dict[str, Any], Any, Restored]:
+) -> tuple[dict[str, Any], Any, Restore]:
     """Return this rank's parts, the group that shares rows, and a function to restore results.
 
     The rows are sharded on one dimension of the mesh. On its other dimensions all tensors have the
-    same placements, of the dimensions ``shared``. Without a DTensor nothing changes.
+    same placements, which may shard the dimensions ``shared``. Without a DTensor nothing changes.
     """
     dims = {name: dim for name, (x, dim) in rows.items() if x is not None}
     dtensors = {name: rows[name][0] for name in dims}
@@ -65,37 +65,37 @@ def local_parts(
         )
     types = importlib.import_module("torch.distributed.tensor")
 
-    def placed(dim: int | None) -> tuple[Any, ...]:
-        """The placements of a tensor that ranks share in ``dim``, or that all ranks have."""
+    def placements_of(dim: int | None) -> tuple[Any, ...]:
+        """The placements of a tensor whose rows are dimension ``dim``; None: replicated."""
         placement = types.Replicate() if dim is None else types.Shard(dim)
         return tuple(placement if n == sharded[0] else p for n, p in enumerate(placements))
 
     for name, x in dtensors.items():
-        if (x.device_mesh, x.placements) != (mesh, placed(dims.get(name))):
+        if (x.device_mesh, x.placements) != (mesh, placements_of(dims.get(name))):
             raise ValueError(
                 f"{op}: {name} must have the mesh {mesh} and the placements "
-                f"{placed(dims.get(name))}, got {x.device_mesh} and {x.placements}"
+                f"{placements_of(dims.get(name))}, got {x.device_mesh} and {x.placements}"
             )
     group = mesh.get_group(sharded[0])
     if dist.get_rank(group) != mesh.get_local_rank(sharded[0]):
         raise ValueError(f"{op}: the mesh must have its ranks in ascending order, got {mesh}")
     length = dtensors[first].shape[dim]
 
-    def restored(x: Tensor, dim: int | None = None) -> Any:
-        """A local result as a DTensor."""
+    def restore(x: Tensor, dim: int | None = None) -> Any:
+        """Make a DTensor of a local result whose rows are dimension ``dim``; None: replicated."""
         shape = list(x.shape)
-        for n, placement in enumerate(placed(dim)):
+        for n, placement in enumerate(placements_of(dim)):
             if placement.is_shard():
                 shape[placement.dim] = length if n == sharded[0] else like.shape[placement.dim]
         like_whole = x.new_empty(shape, device="meta")
         return type(like).from_local(
             x,
             mesh,
-            placed(dim),
+            placements_of(dim),
             run_check=False,
             shape=like_whole.shape,
             stride=like_whole.stride(),
         )
 
-    locals_ = {name: x.to_local() for name, x in dtensors.items()}
-    return dict.fromkeys((*rows, *whole)) | locals_, group, restored
+    local_tensors = {name: x.to_local() for name, x in dtensors.items()}
+    return dict.fromkeys((*rows, *whole)) | local_tensors, group, restore

@@ -13,7 +13,7 @@ from fastattn.distributed.layout import Layout, Run
 
 
 class VisiblePairs:
-    """Counts pairs of a layout of keys; a window hides the others.
+    """Counts the pairs that a window makes visible, of any queries and the keys of a layout.
 
     Runs of keys, in the order of positions, leave no gap. So the runs that a run of queries sees
     completely are consecutive, and only the few at both edges of the window are counted one by one.
@@ -21,36 +21,36 @@ class VisiblePairs:
 
     def __init__(self, keys: Layout, window: tuple[int, int]) -> None:
         runs = sorted(
-            (run.position, run.length, rank) for rank, of in enumerate(keys.runs) for run in of
+            (run.position, run.length, rank) for rank, runs in enumerate(keys.runs) for run in runs
         )
         self.ranks, self.total, self.window = keys.ranks, keys.total, window
         self.starts = [position for position, _, _ in runs]
         self.ends = [position + length for position, length, _ in runs]
         self.owners = [rank for _, _, rank in runs]
         self.lengths = [length for _, length, _ in runs]
-        self._owners, self._lengths = torch.tensor([self.owners, self.lengths], dtype=torch.int64)
+        self._owner_ids, self._run_lengths = torch.tensor(
+            [self.owners, self.lengths], dtype=torch.int64
+        )
 
-    def of(self, queries: Sequence[Run]) -> Tensor:
+    def count(self, queries: Sequence[Run]) -> Tensor:
         """The number of visible pairs with the keys of each rank, int64 [ranks]."""
         counts = torch.zeros(self.ranks, dtype=torch.int64)
-        owners, pairs = [], []  # of runs at the edges
+        owners, pairs = [], []  # of the runs at the edges of the window
         for run in queries:
             begin, from_all, to_all, end = self._edges(run)
-            fully_visible = slice(from_all, to_all)
-            counts.index_add_(
-                0, self._owners[fully_visible], self._lengths[fully_visible], alpha=run.length
-            )
+            inside = slice(from_all, to_all)
+            owner_ids, lengths = self._owner_ids[inside], self._run_lengths[inside]
+            counts.index_add_(0, owner_ids, lengths, alpha=run.length)
             for n in (*range(begin, from_all), *range(to_all, end)):
                 owners.append(self.owners[n])
-                pairs.append(self._pairs(run, n))
+                pairs.append(self._count_pairs(run, n))
         return counts.index_add_(0, *torch.tensor([owners, pairs], dtype=torch.int64))
 
     def _edges(self, run: Run) -> tuple[int, int, int, int]:
-        """Return begin, from_all, to_all, end: the range of runs of keys that any query of a run
-        sees, and within it the range that all of its queries see."""
+        """Return begin, from_all, to_all, end: some query of a run sees a key of each of the runs
+        [begin, end), and all of its queries see all keys of the runs [from_all, to_all)."""
         left, right = self.window
         first, last = run.position, run.position + run.length - 1
-        # Keys from low to high are visible to at least one query, keys from least to most to all.
         first_seen_by_any, first_seen_by_all = (
             max(position - left, 0) if left >= 0 else 0 for position in (first, last)
         )
@@ -65,8 +65,8 @@ class VisiblePairs:
         to_all = max(min(bisect_right(self.ends, last_seen_by_all + 1), end), from_all)
         return begin, from_all, to_all, end
 
-    def _pairs(self, run: Run, n: int) -> int:
-        """The visible pairs of a run of queries and run n of the keys."""
+    def _count_pairs(self, run: Run, n: int) -> int:
+        """The number of visible pairs of a run of queries and run n of the keys."""
         left, right = self.window
         distance = run.position - self.starts[n]
         return visible_pairs(run.length, self.lengths[n], distance, left, right)

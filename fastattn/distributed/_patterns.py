@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastattn.backends._hopfield import Gradients, Patterns, Retrieved, Steps
+from fastattn.backends._hopfield import Gradients, Patterns, Retrieval, Steps
 from fastattn.backends.primitives import HopfieldOptions
 from fastattn.distributed._peers import Peers
 from fastattn.distributed._read import Reader
 
 
-def retrieved(peers: Peers, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """The final state [G, Q, D], in float32 or wider, and the steps of each query [G, Q].
+def retrieve_over_ranks(peers: Peers, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Return the final state [G, Q, D], in float32 or wider, and the steps of each query [G, Q].
 
-    The arguments are the primitive's, with the patterns, mask and bias of this rank.
+    ``arguments`` are the primitive's, with the patterns, mask and bias of this rank.
     """
     return _Retrieval.apply(peers, *arguments)
 
@@ -41,7 +41,7 @@ class _Retrieval(torch.autograd.Function):
         bias: Tensor | None,
         options: HopfieldOptions,
     ) -> tuple[Tensor, Tensor]:
-        xi, taken, ends = _OfRanks(stored, keys, mask, bias, options, peers).search(state)
+        xi, taken, ends = _RankPatterns(stored, keys, mask, bias, options, peers).search(state)
         ctx.peers, ctx.options = peers, options
         ctx.save_for_backward(state, stored, keys, mask, bias, taken, ends)
         ctx.mark_non_differentiable(taken)
@@ -51,34 +51,36 @@ class _Retrieval(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_xi: Tensor, _taken: None) -> tuple[Tensor | None, ...]:
         state, stored, keys, mask, bias, taken, ends = ctx.saved_tensors
-        flags = [ctx.needs_input_grad[n] for n in (1, 2, 3, 5)]
-        needed = sum(1 << n for n, flag in enumerate(flags) if flag)
+        needs_grad = [ctx.needs_input_grad[n] for n in (1, 2, 3, 5)]  # state, stored, keys, bias
+        needed = sum(1 << n for n, needs in enumerate(needs_grad) if needs)
         # Leaves in the dtype of the computation.
         stored_leaf, keys_leaf, bias_leaf = (
-            None if x is None else x.detach().to(grad_xi.dtype).requires_grad_(flag)
-            for x, flag in zip((stored, keys, bias), flags[1:], strict=True)
+            None if x is None else x.detach().to(grad_xi.dtype).requires_grad_(needs)
+            for x, needs in zip((stored, keys, bias), needs_grad[1:], strict=True)
         )
         assert stored_leaf is not None
-        patterns = _OfRanks(stored_leaf, keys_leaf, mask, bias_leaf, ctx.options, ctx.peers)
+        patterns = _RankPatterns(stored_leaf, keys_leaf, mask, bias_leaf, ctx.options, ctx.peers)
         grads = patterns.gradients(grad_xi, state, taken, ends, needed)
-        triples = zip(grads, flags, (state, stored, keys, bias), strict=True)
-        of_state, of_stored, of_keys, of_bias = (
-            grad.to(x.dtype) if flag and grad is not None else None for grad, flag, x in triples
+        triples = zip(grads, needs_grad, (state, stored, keys, bias), strict=True)
+        grad_state, grad_stored, grad_keys, grad_bias = (
+            grad.to(x.dtype) if needs and grad is not None else None for grad, needs, x in triples
         )
-        return None, of_state, of_stored, of_keys, None, of_bias, None
+        return None, grad_state, grad_stored, grad_keys, None, grad_bias, None
 
 
 @dataclass(frozen=True)
-class _OfRanks(Patterns):
-    peers: Peers
+class _RankPatterns(Patterns):
+    """This rank's patterns, read together with the patterns of all ranks."""
 
-    few_steps = -1  # a step costs a message
+    peers: Peers
+    few_steps = -1  # always count the steps, because each one costs a message
 
     @property
     def most_directions(self) -> int:
         return self.stored.shape[2]  # the number of patterns differs between ranks
 
-    def search(self, state: Tensor) -> Retrieved:
+    def search(self, state: Tensor) -> Retrieval:
+        """Step until all queries have converged, or for ``options.steps_max`` steps."""
         # Imported late, because importing fastattn loads no backend.
         reference = importlib.import_module("fastattn.backends.reference.hopfield")
         reader = Reader(self.peers, lambda n: f"step {n} of the retrieval")
@@ -86,27 +88,27 @@ class _OfRanks(Patterns):
         steps = replace(self.options, grad="unroll")
         return reference.hopfield_states(state, *patterns, steps, read=reader.softmax)
 
-    def repeat(self, state: Tensor, taken: Tensor, most: int) -> Steps:
-        """Repeat the steps; ``trace`` is the last state, with its autograd graph."""
+    def repeat(self, state: Tensor, taken: Tensor, max_steps: int) -> Steps:
+        """Run the steps again; ``trace`` is the last state, with its autograd graph."""
         reader = Reader(self.peers, lambda n: f"step {n} of the retrieval, for its derivative")
-        compared = self.stored if self.keys is None else self.keys
+        keys = self.stored if self.keys is None else self.keys
         leaf = state.detach().requires_grad_()
         with torch.enable_grad():
             xi = leaf.to(self.stored.dtype)
-            for step in range(most):
+            for step in range(max_steps):
                 new, _, _ = reader.softmax(
-                    xi, compared, self.stored, self.mask, self.bias, self.options.scale
+                    xi, keys, self.stored, self.mask, self.bias, self.options.scale
                 )
                 xi = torch.where((taken > step)[..., None], new, xi)
-        return Steps(leaf, taken, most, xi, xi.new_empty(0))
+        return Steps(leaf, taken, max_steps, xi, xi.new_empty(0))
 
-    def gradients_of(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
+    def gradients_of_steps(self, grad_out: Tensor, steps: Steps, needed: int) -> Gradients:
         patterns = (self.stored, self.keys, self.bias)
-        needed_patterns = [x if needed >> n & 1 else None for n, x in enumerate(patterns, 1)]
+        needed_patterns = [x if needed >> bit & 1 else None for bit, x in enumerate(patterns, 1)]
         inputs = [steps.state, *needed_patterns]
         leaves = [x for x in inputs if x is not None]
         grads = torch.autograd.grad(
             steps.trace, leaves, grad_out, retain_graph=True, materialize_grads=True
         )
-        in_order = iter(grads)
-        return tuple(None if x is None else next(in_order) for x in inputs)
+        next_grad = iter(grads)
+        return tuple(None if x is None else next(next_grad) for x in inputs)

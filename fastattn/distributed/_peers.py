@@ -30,7 +30,7 @@ class Exchange:
         try:
             works = dist.batch_isend_irecv([operation for _, operation in operations])
         except RuntimeError as error:
-            raise self._lost(ranks, error) from error
+            raise self._no_answer_error(ranks, error) from error
         # A backend that joins the operations returns one object for all of them.
         one_work_each = len(works) == len(ranks)
         self._works += [(w, [ranks[n]] if one_work_each else ranks) for n, w in enumerate(works)]
@@ -41,10 +41,10 @@ class Exchange:
             try:
                 work.wait()
             except RuntimeError as error:  # noqa: PERF203  (it names the work)
-                raise self._lost(ranks, error) from error
+                raise self._no_answer_error(ranks, error) from error
 
-    def _lost(self, ranks: Sequence[int], error: RuntimeError) -> RuntimeError:
-        """The error of a message that failed."""
+    def _no_answer_error(self, ranks: Sequence[int], error: RuntimeError) -> RuntimeError:
+        """The error for a failed message from or to one of these ranks."""
         silent = " or ".join(str(rank) for rank in sorted(set(ranks)))
         reason = str(error).partition("\n")[0]
         return RuntimeError(
@@ -76,18 +76,18 @@ class Peers:
         Between two ranks, messages arrive in the order in which they were started. So all ranks
         must start their messages in the same order of steps.
         """
-        pairs: list[tuple[Any, int, Tensor]] = [(dist.irecv, *item) for item in receives.items()]
-        pairs += [(dist.isend, *item) for item in sends.items()]
+        messages: list[tuple[Any, int, Tensor]] = [(dist.irecv, *item) for item in receives.items()]
+        messages += [(dist.isend, *item) for item in sends.items()]
         operations = [
             (peer, dist.P2POp(kind, x, self._global(peer), self.group))
-            for kind, peer, x in pairs
+            for kind, peer, x in messages
             if x.numel()
         ]
         exchange = Exchange(self, step)
-        if any(operation.tensor.is_cpu for _, operation in operations):
-            for each in operations:  # one by one, so that an error names its peer
-                exchange.start([each])
-        elif operations:  # one launch, without which NCCL may wait in a circle
+        if any(message.tensor.is_cpu for _, message in operations):
+            for operation in operations:  # one by one, so that an error names its peer
+                exchange.start([operation])
+        elif operations:  # in one launch: NCCL could deadlock on separate ones
             exchange.start(operations)
         return exchange
 
@@ -97,7 +97,7 @@ class Peers:
 
 
 class KeyMessages:
-    """Keys [B, Hkv, L, D] and values [B, Hkv, L, Dv] of the ranks, or their gradients, as messages.
+    """The form of messages with keys [B, Hkv, L, D] and values [B, Hkv, L, Dv], or their gradients.
 
     The length L differs between ranks.
     """
@@ -105,8 +105,8 @@ class KeyMessages:
     def __init__(self, key: Tensor, value: Tensor, lengths: Sequence[int]) -> None:
         self.lengths, self.shapes = lengths, (key.shape, value.shape)
 
-    def packed(self, key: Tensor, value: Tensor) -> Tensor:
-        """Keys and values as one message."""
+    def pack(self, key: Tensor, value: Tensor) -> Tensor:
+        """Make one message of keys and values."""
         return torch.cat([key.flatten(), value.flatten()])
 
     def empty(self, rank: int, like: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class KeyMessages:
         (batch, heads, _, width), (*_, value_width) = self.shapes
         return like.new_empty(batch * heads * self.lengths[rank] * (width + value_width))
 
-    def unpacked(self, message: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    def unpack(self, message: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         """Split a message of a rank into keys and values."""
         shapes = [(batch, heads, self.lengths[rank], d) for batch, heads, _, d in self.shapes]
         key, value = message.split([math.prod(shape) for shape in shapes])
@@ -122,7 +122,7 @@ class KeyMessages:
 
 
 def process_group(group: Any, op: str = OP) -> dist.ProcessGroup | None:
-    """Return the process group for a process group, a one-dimensional mesh, or None."""
+    """Check ``group``, and return the process group of a one-dimensional mesh."""
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             f"{op}: torch.distributed is not initialized, call "

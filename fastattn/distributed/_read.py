@@ -18,17 +18,17 @@ from torch import Tensor
 
 from fastattn.backends.primitives import AttentionOptions, MemoryHopOptions
 from fastattn.distributed._peers import Peers
-from fastattn.distributed._replicated import enter, merged, total
+from fastattn.distributed._replicated import enter, merge_over_ranks, sum_over_ranks
 from fastattn.ops._disentangled import NO_TERMS
 from fastattn.ops.memory_hops import hop_attention
 from fastattn.ops.sdpa import attention
 
 
 class Reader:
-    """The reads of a call, with the arguments and results of the reference's reads.
+    """Reads the rows of all ranks, with the arguments and results of the reference's ``read``.
 
     The query is the same on all ranks, and so are o and lse; keys, values, mask, bias and p belong
-    to this rank's rows. ``name`` gives the name of a read by its number, from 1 on.
+    to this rank's rows. ``name(n)`` is the name of read n = 1, 2, ... in error messages.
     """
 
     def __init__(self, peers: Peers, name: Callable[[int], str], weights: bool = False) -> None:
@@ -44,7 +44,7 @@ class Reader:
         bias: Tensor | None,  # [G|1, Q|1, N|1]
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """o [G, Q, Dv], lse [G, Q], and p [G, Q, N of this rank] or None."""
+        """Return o [G, Q, Dv], lse [G, Q], and p [G, Q, N of this rank] if it was requested."""
         (groups, queries, _), rows = u.shape, keys.shape[1]
         added = mask
         if bias is not None:
@@ -57,8 +57,8 @@ class Reader:
         else:
             u = u[:, None]
         added = None if added is None else added[:, None]
-        result = self.attend(u, keys[:, None], values[:, None], added, AttentionOptions(scale))
-        out, lse, p = result
+        options = AttentionOptions(scale)
+        out, lse, p = self.attend(u, keys[:, None], values[:, None], added, options)
         if p is not None:
             p = p.reshape(groups, queries, rows)
         return out.reshape(groups, queries, -1), lse.reshape(groups, queries), p
@@ -72,16 +72,17 @@ class Reader:
         options: AttentionOptions,
         seed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """o [B, H, Q, Dv], lse [B, H, Q], and the weights [B, H, Q, N of this rank] or None."""
-        step, u = self._entered(u)
+        """Return o [B, H, Q, Dv], lse [B, H, Q], and p [B, H, Q, N of this rank] if requested."""
+        step, u = self._enter_query(u)
         keys, values = (x.expand(len(u), -1, -1, -1) for x in (keys, values))
         options = replace(options, weights=1 if self._weights else 0)
         biases = (mask, None, seed, *[None] * 4, *NO_TERMS)
         out_of_rank, lse_of_rank, p = attention(u, keys, values, *biases, options)
-        out, lse = merged(self._peers, step, out_of_rank, lse_of_rank)
+        out, lse = merge_over_ranks(self._peers, step, out_of_rank, lse_of_rank)
         if not self._weights:
             return out, lse, None
-        # The softmax over all ranks is this rank's times exp(lse_r - lse), 0 without a visible row.
+        # The softmax over all ranks is this rank's times exp(lse_r - lse), or 0 if all rows of this
+        # rank are masked.
         lse_of_all = enter(self._peers, f"the gradient of the weights of {step}", lse)
         share = (lse_of_rank - lse_of_all).masked_fill(lse_of_rank == -torch.inf, -torch.inf).exp()
         return out, lse, p * share[..., None].to(p.dtype)
@@ -95,18 +96,18 @@ class Reader:
         bias: Tensor | None,
         scale: float,
     ) -> tuple[Tensor, None, Tensor | None]:
-        """A read without softmax: the scores are the weights."""
-        step, u = self._entered(u)
-        # H = 0: the result of the hop is o itself.
+        """Return o, no lse, and p if requested, without a softmax: the scores are the weights."""
+        step, u = self._enter_query(u)
+        # A projection H = 0 of the state: the result of the hop is o itself.
         no_projection = u.new_zeros(u.shape[2], u.shape[2])
         options = MemoryHopOptions(normalize="none", scale=scale, weights=self._weights)
         bias = None if bias is None else bias.to(u.dtype)
         per_hop = [None if x is None else x[:, :, None] for x in (mask, bias)]
         out, _, _, p = hop_attention(u, keys, values, no_projection, *per_hop, options)
-        return total(self._peers, step, out), None, p[:, :, 0] if self._weights else None
+        return sum_over_ranks(self._peers, step, out), None, p[:, :, 0] if self._weights else None
 
-    def _entered(self, u: Tensor) -> tuple[str, Tensor]:
-        """Name the next read, and enter its query into this rank's part."""
+    def _enter_query(self, u: Tensor) -> tuple[str, Tensor]:
+        """Return the name of the next read, and its query as it enters this rank's part."""
         self._count += 1
         step = self._name(self._count)
         return step, enter(self._peers, f"the gradient of the query of {step}", u)

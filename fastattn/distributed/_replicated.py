@@ -1,10 +1,11 @@
 """Values that all ranks have, and computations of which each rank has a part.
 
-Such a value, for example a query, enters the part of each rank by :func:`enter`. The results of the
-parts become replicated values by :func:`total`, a sum, or :func:`merged`, which merges states of
-attention. Since all ranks then compute the same loss, each has the whole gradient of such a result,
-and the derivatives of sum and merge need no message; the derivative of ``enter`` is the sum over
-the parts of all ranks. Sums and merges are in the order of ranks, so all ranks get the same bits.
+A replicated value, for example a query, enters the part of each rank by :func:`enter`. The results
+of the parts become replicated values by :func:`sum_over_ranks` or :func:`merge_over_ranks`, which
+merges states of attention. Since all ranks then compute the same loss, each has the whole gradient
+of such a result, and the derivatives of sum and merge need no message. The derivative of ``enter``
+is the sum over the parts of all ranks. Sums and merges are in the order of ranks, so all ranks get
+the same bits.
 """
 
 from __future__ import annotations
@@ -19,48 +20,50 @@ from torch.autograd.function import once_differentiable
 
 from fastattn import checks
 from fastattn.backends._partial import gradients_of_part
-from fastattn.distributed._agree import agree, gather, problem
+from fastattn.distributed._agree import compare_options, error_as_options, gather
 from fastattn.distributed._peers import Peers
 from fastattn.ops.merge_states import merge as merge_states
 
 T = TypeVar("T")
+# A call made of this rank's arguments, a function that returns the options that must be the same on
+# all ranks, and numbers of this rank that the others need.
+LocalCall = tuple[T, Callable[[], Mapping[str, str]], tuple[int, ...]]
 
 
 # --- the comparison of the ranks' arguments ------------------------------------------------------
 
 
-def agreed(
+def prepare_on_ranks(
     peers: Peers,
     check: Any,
     tensor: Any,
-    prepare: Callable[[], tuple[T, Callable[[], Mapping[str, str]], tuple[int, ...]]],
-    numbers: int = 0,
+    prepare: Callable[[], LocalCall[T]],
+    numbers: int = 0,  # how many numbers `prepare` returns
 ) -> tuple[T, list[list[int]]]:
-    """Return the call that ``prepare`` makes of this rank's arguments, and the ranks' numbers.
+    """Return the call that ``prepare`` makes of this rank's arguments, and every rank's numbers.
 
-    ``prepare`` also returns a function of the options that must be the same on all ranks, and some
-    ``numbers`` of this rank. If it raises, or the options differ, all ranks raise. Without
-    ``check`` the options are not computed, and the numbers of all ranks are assumed to be equal.
+    If ``prepare`` raises, or the options differ, all ranks raise. Without ``check`` the options are
+    not computed, and the numbers of all ranks are assumed to be equal.
     """
     device = tensor.device if isinstance(tensor, Tensor) else torch.device("cpu")
     try:
         checks.check_flag(peers.op, "check", check)
-        call, compared, local = prepare()
-        options = compared() if check else {}
+        call, options_to_compare, local = prepare()
+        options = options_to_compare() if check else {}
     except Exception as error:
         if check is True:
             with contextlib.suppress(RuntimeError):  # of the comparison; this rank's error follows
-                agree(peers, problem(error), (0,) * numbers, device)
+                compare_options(peers, error_as_options(error), (0,) * numbers, device)
         raise
     if check:
-        return call, agree(peers, options, local, device)
+        return call, compare_options(peers, options, local, device)
     return call, [list(local)] * peers.size
 
 
-def described(name: str, x: Tensor | None, rows: bool = False) -> dict[str, str]:
-    """The properties of an argument to compare: shape, dtype, and the values if it is replicated.
+def describe(name: str, x: Tensor | None, rows: bool = False) -> dict[str, str]:
+    """The properties of an argument to compare: shape, dtype and a checksum of its values.
 
-    With ``rows``, its rows are distributed over the ranks, and their number may differ.
+    With ``rows``, each rank has its own rows of the argument: their number and values may differ.
     """
     if x is None:
         return {name: "None"}
@@ -85,18 +88,18 @@ def _checksum(x: Tensor) -> int:
 
 
 def enter(peers: Peers, step: str, x: Tensor) -> Tensor:
-    """Return x; its gradient is the sum over the parts of all ranks."""
+    """Return the replicated x for this rank's part; its gradient is the sum over all ranks."""
     return _Enter.apply(peers, step, x)
 
 
-def total(peers: Peers, step: str, x: Tensor) -> Tensor:
+def sum_over_ranks(peers: Peers, step: str, x: Tensor) -> Tensor:
     """The sum of the results of all ranks."""
-    return _Total.apply(peers, step, x)
+    return _SumOverRanks.apply(peers, step, x)
 
 
-def merged(peers: Peers, step: str, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def merge_over_ranks(peers: Peers, step: str, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge the states of all ranks: out [..., Dv] in float32 or wider, lse [...] in float64."""
-    return _Merged.apply(peers, step, out, lse)
+    return _MergeOverRanks.apply(peers, step, out, lse)
 
 
 class _Enter(torch.autograd.Function):
@@ -108,13 +111,13 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, _sum_of_ranks(ctx.peers, ctx.step, grad)
+        return None, None, _gather_and_sum(ctx.peers, ctx.step, grad)
 
 
-class _Total(torch.autograd.Function):
+class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, peers: Peers, step: str, x: Tensor) -> Tensor:
-        return _sum_of_ranks(peers, step, x)
+        return _gather_and_sum(peers, step, x)
 
     @staticmethod
     @once_differentiable
@@ -122,12 +125,12 @@ class _Total(torch.autograd.Function):
         return None, None, grad
 
 
-class _Merged(torch.autograd.Function):
+class _MergeOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, peers: Peers, step: str, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor]:
-        results = merged_states(peers, step, out, lse)
+        results = gather_and_merge(peers, step, out, lse)
         ctx.save_for_backward(out, lse, *results)
         return results
 
@@ -142,8 +145,8 @@ class _Merged(torch.autograd.Function):
         )
 
 
-def merged_states(peers: Peers, step: str, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`merged`, without a derivative; 16-bit states are merged in float32."""
+def gather_and_merge(peers: Peers, step: str, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """As :func:`merge_over_ranks`, without a derivative; 16-bit states are merged in float32."""
     # One message with both: D + 2 float32 numbers per row.
     widths = out.shape[-1] * out.element_size(), lse.element_size()
     own = torch.cat([_bytes(out), _bytes(lse[..., None])], -1)
@@ -158,11 +161,11 @@ def merged_states(peers: Peers, step: str, out: Tensor, lse: Tensor) -> tuple[Te
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """The elements as bytes: the last dimension times the size of an element."""
+    """The elements as bytes [..., n * size of an element], for x [..., n]."""
     return x.contiguous().view(torch.uint8)
 
 
-def _sum_of_ranks(peers: Peers, step: str, x: Tensor) -> Tensor:
+def _gather_and_sum(peers: Peers, step: str, x: Tensor) -> Tensor:
     """The sum of every rank's x, in the order of ranks."""
     first, *remaining = gather(peers, x.contiguous().view(-1), [x.numel()] * peers.size, step)
     result = first.clone()

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.backends.primitives import AttentionBackwardOptions, extended
+from fastattn.backends.primitives import AttentionBackwardOptions, extend_options
 from fastattn.distributed._call import Call, mask_slices
 from fastattn.distributed._peers import OP, Exchange, KeyMessages, Peers
 from fastattn.distributed._schedule import Piece, Schedule
@@ -32,7 +32,7 @@ from fastattn.ops.sdpa import attention, attention_backward
 
 def ring_attention(call: Call, peers: Peers) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)`` of this rank's queries, lse in float64."""
-    call, slopes = call.in_fewest_runs(), call.alibi_slopes
+    call, slopes = call.with_fewest_runs(), call.alibi_slopes
     if slopes is not None:
         call = replace(call, alibi_slopes=slopes.detach())
     tensors = (call.query, call.key, call.value, call.attn_mask, call.sinks, slopes)
@@ -48,8 +48,8 @@ class _Block(NamedTuple):
     keys: tuple[Tensor, Tensor] | None
 
 
-class _Travel(KeyMessages):
-    """The order in which the blocks of keys pass the ranks."""
+class _KeyRing(KeyMessages):
+    """Passes the blocks of keys from rank to rank, each as far as a rank needs it."""
 
     def __init__(self, call: Call, peers: Peers, schedule: Schedule) -> None:
         super().__init__(call.key, call.value, call.keys.lengths)
@@ -59,7 +59,7 @@ class _Travel(KeyMessages):
 
     def blocks(self, key: Tensor, value: Tensor, ring_name: str) -> Iterator[_Block]:
         """Yield the block of each step, while the next step's block arrives."""
-        message = self.packed(key, value)
+        message = self.pack(key, value)
         for step in range(max(self.reach) + 1):
             owner = (self.peers.rank - step) % self.size
             next_owner = (owner - 1) % self.size
@@ -70,12 +70,12 @@ class _Travel(KeyMessages):
             receives = {self.previous: incoming} if self.reach[next_owner] > step else {}
             exchange = self.peers.exchange(sends, receives, self.name(ring_name, step))
             needed_here = self.reach[owner] >= step
-            yield _Block(step, owner, self.unpacked(message, owner) if needed_here else None)
+            yield _Block(step, owner, self.unpack(message, owner) if needed_here else None)
             exchange.wait()
             message = incoming
 
     def name(self, ring_name: str, step: int) -> str:
-        """The name of a step in errors."""
+        """The name of a step in error messages."""
         return f"step {step + 1} of {max(self.reach) + 1} of the {ring_name} ring"
 
 
@@ -93,29 +93,29 @@ class _Ring(torch.autograd.Function):
         sinks: Tensor | None,
         slopes: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        travel = _Travel(call, peers, schedule)
+        ring = _KeyRing(call, peers, schedule)
         wide = torch.promote_types(query.dtype, torch.float32)
         wide_call = replace(call, query=query.to(wide))
-        ctx.by_table = ctx.needs_input_grad[8]
+        ctx.by_table = ctx.needs_input_grad[8]  # of slopes
         states = [_first_state(wide_call, run.length) for run in schedule.queries]
         backends: dict[Piece, str] = {}
-        for block in travel.blocks(key, value, "forward"):
+        for block in ring.blocks(key, value, "forward"):
             if block.keys is None or not schedule.pieces[block.owner]:
                 continue
             keys, values = (x.to(wide) for x in block.keys)
             for piece in schedule.pieces[block.owner]:
-                args = _arguments(wide_call, piece, keys, values, ctx.by_table)
+                args = _piece_arguments(wide_call, piece, keys, values, ctx.by_table)
                 backends[piece] = attention.choose(args)
                 out, lse, _ = attention.run(*args, backends[piece])
-                states[piece.at] = merge_states(*states[piece.at], out, lse)
-        out, lse = _joined(wide_call, states)
+                states[piece.query_run] = merge_states(*states[piece.query_run], out, lse)
+        out, lse = _join_runs(wide_call, states)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, attn_mask, sinks, slopes, out, lse)
         ctx.set_materialize_grads(False)
         # Drop the tensors that autograd keeps.
         call = replace(call, query=query[:0], key=key[:0], value=value[:0])
         ctx.call = replace(call, attn_mask=None, sinks=None, alibi_slopes=None)
-        ctx.ring = travel, schedule, backends
+        ctx.state = ring, schedule, backends
         return out, lse
 
     @staticmethod
@@ -126,7 +126,7 @@ class _Ring(torch.autograd.Function):
             return _Ring.gradients(ctx, grad_out, grad_lse)
         with torch.no_grad():
             grads = _Ring.gradients(ctx, grad_out, grad_lse)
-        return _Last.apply(len(grads), *grads, grad_out, grad_lse, *ctx.saved_tensors)
+        return _OnceDifferentiable.apply(len(grads), *grads, grad_out, grad_lse, *ctx.saved_tensors)
 
     @staticmethod
     def gradients(
@@ -134,24 +134,24 @@ class _Ring(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """The gradients of the arguments of ``forward``."""
         query, key, value, attn_mask, sinks, slopes, out, lse = ctx.saved_tensors
-        travel, schedule, backends = ctx.ring
+        ring, schedule, backends = ctx.state
         wide = torch.promote_types(query.dtype, torch.float32)
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         call = replace(ctx.call, query=query.to(wide), attn_mask=attn_mask, alibi_slopes=slopes)
-        rows_of_rank = _Rows(grad_out.to(wide), grad_lse, out.to(wide), lse)
-        needs_mask = ctx.needs_input_grad[6]
+        rows_of_rank = _RowResults(grad_out.to(wide), grad_lse, out.to(wide), lse)
+        needs_mask = ctx.needs_input_grad[6]  # of attn_mask
         grad_query = torch.zeros_like(call.query)
         grad_mask = torch.zeros_like(attn_mask, dtype=wide) if needs_mask else None
         grad_slopes = torch.zeros_like(slopes, dtype=torch.float64) if ctx.by_table else None
-        gradients = _Gradients(travel, key.new_empty(0, dtype=wide))
-        for block in travel.blocks(key, value, "backward"):
+        gradients = _BlockGradients(ring, key.new_empty(0, dtype=wide))
+        for block in ring.blocks(key, value, "backward"):
             grads_of_block = None
             if block.keys is not None and schedule.pieces[block.owner]:
                 keys, values = (x.to(wide) for x in block.keys)
                 grads_of_block = torch.zeros_like(keys), torch.zeros_like(values)
                 for piece in schedule.pieces[block.owner]:
-                    args = _arguments(call, piece, keys, values, ctx.by_table)
-                    grads = rows_of_rank.differentiated(piece, backends[piece], args, needs_mask)
+                    args = _piece_arguments(call, piece, keys, values, ctx.by_table)
+                    grads = rows_of_rank.piece_gradients(piece, backends[piece], args, needs_mask)
                     grad_query[:, :, piece.queries.rows] += grads[0]
                     for total, grad in zip(grads_of_block, grads[1:3], strict=True):
                         total[:, :, piece.keys.rows] += grad
@@ -160,9 +160,9 @@ class _Ring(torch.autograd.Function):
                             grads[3]
                         )
                     if grad_slopes is not None:
-                        grad_slopes += _of_slopes(grads[5], grad_slopes)
+                        grad_slopes += _gradient_of_slopes(grads[5], grad_slopes)
             gradients.add(block, grads_of_block)
-        grad_key, grad_value = gradients.own(key, value)
+        grad_key, grad_value = gradients.local_gradients(key, value)
         return (
             None,
             None,
@@ -171,13 +171,13 @@ class _Ring(torch.autograd.Function):
             grad_key.to(key.dtype),
             grad_value.to(value.dtype),
             None if grad_mask is None else grad_mask.to(attn_mask.dtype),
-            None if sinks is None else rows_of_rank.grad_of(sinks),
+            None if sinks is None else rows_of_rank.gradient_of_sinks(sinks),
             None if grad_slopes is None else grad_slopes.to(slopes.dtype),
         )
 
 
-class _Last(torch.autograd.Function):
-    """Makes a second derivative of these gradients an error."""
+class _OnceDifferentiable(torch.autograd.Function):
+    """Returns gradients, and raises an error if they are differentiated."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -191,7 +191,7 @@ class _Last(torch.autograd.Function):
 
 
 def _first_state(call: Call, length: int) -> tuple[Tensor, Tensor]:
-    """The initial state of an online softmax: empty, or a sink, whose value is 0."""
+    """The initial (out, lse) of a run of queries: no keys, or a sink, whose value is 0."""
     batch, heads, _, _ = call.query.shape
     out = call.query.new_zeros(batch, heads, length, call.value.shape[3])
     lse = call.query.new_full((batch, heads, length), -torch.inf, dtype=torch.float64)
@@ -200,25 +200,25 @@ def _first_state(call: Call, length: int) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _joined(call: Call, states: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Concatenate the results of the runs of queries."""
+def _join_runs(call: Call, states: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Concatenate the results (out, lse) of the runs of queries."""
     if not states:
         return _first_state(call, 0)
     outs, lses = zip(*states, strict=True)
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
-def _arguments(
+def _piece_arguments(
     call: Call, piece: Piece, key: Tensor, value: Tensor, by_table: bool
 ) -> tuple[Any, ...]:
     """The tensors and the options of the primitive for one piece, without sinks.
 
-    ``by_table``: ALiBi as a relative bias, whose gradient the kernels compute.
+    With ``by_table``, ALiBi is a relative bias, because kernels compute the gradient of that.
     """
-    mask = call.own_mask(piece.queries.rows, piece.columns)
+    mask = call.local_mask(piece.queries.rows, piece.columns)
     if mask is not None and mask.is_floating_point() and mask.dtype is not torch.float32:
         mask = mask.to(call.query.dtype)
-    program = call.program(piece.queries, piece.keys.position, piece.keys.length)
+    program = call.mask_program(piece.queries, piece.keys.position, piece.keys.length)
     rows, columns = piece.queries.rows, piece.keys.rows
     tensors = (call.query[:, :, rows], key[:, :, columns], value[:, :, columns])
     slopes, table = call.alibi_slopes, None
@@ -231,28 +231,28 @@ def _arguments(
 
 
 def _distances(max_distance: int, like: Tensor) -> Tensor:
-    """The absolute distances |d| for d from -most to most."""
+    """The absolute distances |d| for d from -max_distance to max_distance."""
     return torch.arange(-max_distance, max_distance + 1, device=like.device).abs()
 
 
-def _of_slopes(grad_table: Tensor, slopes: Tensor) -> Tensor:
+def _gradient_of_slopes(grad_table: Tensor, slopes: Tensor) -> Tensor:
     """The gradient of the slopes [B|1, Hq] from their table's gradient [B|1, Hq, 2 M + 1]."""
     distances = _distances(grad_table.shape[2] // 2, grad_table)
     return -(grad_table.double() * distances).sum(2).sum_to_size(slopes.shape)
 
 
-class _Rows(NamedTuple):
-    """The results of this rank's queries over all keys, in float32 or wider."""
+class _RowResults(NamedTuple):
+    """The results of this rank's queries over all keys and their gradients, float32 or wider."""
 
     grad_out: Tensor  # [B, Hq, Lq, Dv]
     grad_lse: Tensor | None  # [B, Hq, Lq]
     out: Tensor  # [B, Hq, Lq, Dv]
     lse: Tensor  # [B, Hq, Lq] float64
 
-    def differentiated(
+    def piece_gradients(
         self, piece: Piece, backend: str, args: tuple[Any, ...], needs_mask: bool
     ) -> tuple[Tensor, ...]:
-        """The gradients of the arguments of one piece."""
+        """The gradients of ``args``, the arguments of one piece."""
         rows = piece.queries.rows
         *tensors, options = args
         grad_lse = None if self.grad_lse is None else self.grad_lse[:, :, rows]
@@ -260,16 +260,18 @@ class _Rows(NamedTuple):
         return attention_backward.run(
             self.grad_out[:, :, rows],
             grad_lse,
-            None,
-            *tensors[:6],
+            None,  # no gradient of weights
+            *tensors[:6],  # query to seed, then sinks and others after the results
             *results,
             *tensors[6:],
-            extended(AttentionBackwardOptions, options, needs_mask_grad=needs_mask, partial=True),
+            extend_options(
+                AttentionBackwardOptions, options, needs_mask_grad=needs_mask, partial=True
+            ),
             backend,
         )
 
-    def grad_of(self, sinks: Tensor) -> Tensor:
-        """Sum of e^(sink - lse) (dlse - delta) over the rows of this rank."""
+    def gradient_of_sinks(self, sinks: Tensor) -> Tensor:
+        """The sum of e^(sink - lse) (dlse - delta) over the rows of this rank."""
         sink = sinks[:, :, None].double()
         share = torch.where(sink == -torch.inf, 0.0, (sink - self.lse).exp())
         share = torch.where(sink == torch.inf, 1.0, share)
@@ -279,49 +281,50 @@ class _Rows(NamedTuple):
         return (share * grad_of_lse).sum(2).sum_to_size(sinks.shape).to(sinks.dtype)
 
 
-class _Gradients:
-    """The gradients of the blocks, which follow them one step behind."""
+class _BlockGradients:
+    """The gradients of the blocks of keys, which follow the blocks one step behind."""
 
-    def __init__(self, travel: _Travel, like: Tensor) -> None:
-        self.travel, self.like = travel, like
+    def __init__(self, ring: _KeyRing, like: Tensor) -> None:
+        self.ring, self.like = ring, like
         self.exchange: Exchange | None = None
-        self.arrived = like  # the sum of the previous ranks, for the block of this step
-        self.returned: Tensor | None = None  # the sum of all other ranks, for this rank's block
-        self.kept: tuple[Tensor, Tensor] | None = None  # this rank's part for its own block
+        self.from_previous = like  # the sum of the previous ranks, for the block of this step
+        self.from_others: Tensor | None = None  # the sum of all other ranks, for this rank's block
+        self.from_own: tuple[Tensor, Tensor] | None = None  # this rank's part for its own block
 
     def add(self, block: _Block, grads_of_block: tuple[Tensor, Tensor] | None) -> None:
         """Add this rank's part of a block's gradients, and pass the sum on."""
-        travel, step, rank = self.travel, block.step, self.travel.peers.rank
+        ring, step, rank = self.ring, block.step, self.ring.peers.rank
         if step == 0:
-            self.kept = grads_of_block
+            self.from_own = grads_of_block
             return
         if self.exchange is not None:
             self.exchange.wait()
         sends, receives = {}, {}
         if block.keys is not None:
-            total = self.arrived  # of the block of this step: ranks add in the order of the ring
+            # The ranks add to the gradients of a block in the order of the ring.
+            total = self.from_previous
             if step == 1:
-                total = travel.empty(block.owner, self.like).zero_()
+                total = ring.empty(block.owner, self.like).zero_()
             if grads_of_block is not None:
-                total += travel.packed(*grads_of_block)
-            sends[travel.next if travel.reach[block.owner] > step else block.owner] = total
-        next_owner = (block.owner - 1) % travel.size
-        if travel.reach[next_owner] > step:
-            self.arrived = travel.empty(next_owner, self.like)
-            receives[travel.previous] = self.arrived
-        if travel.reach[rank] == step:
-            self.returned = travel.empty(rank, self.like)
-            receives[(rank + step) % travel.size] = self.returned
-        step_name = travel.name("backward", step) + ", gradients of keys"
-        self.exchange = travel.peers.exchange(sends, receives, step_name)
+                total += ring.pack(*grads_of_block)
+            sends[ring.next if ring.reach[block.owner] > step else block.owner] = total
+        next_owner = (block.owner - 1) % ring.size
+        if ring.reach[next_owner] > step:
+            self.from_previous = ring.empty(next_owner, self.like)
+            receives[ring.previous] = self.from_previous
+        if ring.reach[rank] == step:
+            self.from_others = ring.empty(rank, self.like)
+            receives[(rank + step) % ring.size] = self.from_others
+        step_name = ring.name("backward", step) + ", gradients of keys"
+        self.exchange = ring.peers.exchange(sends, receives, step_name)
 
-    def own(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def local_gradients(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of this rank's keys and values."""
         if self.exchange is not None:
             self.exchange.wait()
-        contributions = [] if self.kept is None else [self.kept]
-        if self.returned is not None:
-            contributions.append(self.travel.unpacked(self.returned, self.travel.peers.rank))
+        contributions = [] if self.from_own is None else [self.from_own]
+        if self.from_others is not None:
+            contributions.append(self.ring.unpack(self.from_others, self.ring.peers.rank))
         grad_key, grad_value = (torch.zeros_like(x, dtype=self.like.dtype) for x in (key, value))
         for contribution in contributions:
             grad_key += contribution[0]

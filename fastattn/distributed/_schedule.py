@@ -19,7 +19,7 @@ from fastattn.distributed.layout import Layout, Run
 class Piece(NamedTuple):
     """A run of this rank's queries and a run of the keys of some rank."""
 
-    at: int  # the index of the run of queries
+    query_run: int  # the index of the run of queries among this rank's
     queries: Run
     keys: Run
 
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 
 
 class Schedule:
-    """The visible pieces of this rank, and which ranks need the keys of which.
+    """The visible pieces of this rank, and which ranks need the keys of which ranks.
 
     ``needs[q, k]`` is True if a query of rank q can see a key of rank k. All ranks have the same
     table, so sender and receiver skip the same messages.
@@ -53,14 +53,16 @@ class Schedule:
         self.pieces = [_pieces(self.queries, keys, window) for keys in call.keys.runs]
         if call.mask is None:
             return
-        # Each rank reads the mask for its own queries only; the others get one bit per rank.
-        self.pieces = [tuple(p for p in ps if _is_visible(call, p)) for ps in self.pieces]
-        row = torch.tensor([bool(ps) for ps in self.pieces], device=call.query.device)
+        # Each rank reads the mask for its own queries, and tells all others whose keys it needs.
+        self.pieces = [
+            tuple(piece for piece in pieces if _is_visible(call, piece)) for pieces in self.pieces
+        ]
+        row = torch.tensor([bool(pieces) for pieces in self.pieces], device=call.query.device)
         self.needs = torch.stack(gather(peers, row, [peers.size] * peers.size)).cpu()
 
     @property
     def reach(self) -> list[int]:
-        """The steps that the keys of each rank travel in the ring, up to the last rank in need."""
+        """The steps that each rank's keys travel in the ring, to the last rank that needs them."""
         order = torch.arange(len(self.needs))
         steps = (order[:, None] - order) % len(order)  # from rank k to rank q
         return (self.needs * steps).amax(0).tolist()
@@ -69,15 +71,15 @@ class Schedule:
 def _is_visible(call: Call, piece: Piece) -> bool:
     """Whether the mask makes some pair of a piece visible."""
     assert call.mask is not None
-    part = call.part(piece.queries, piece.keys.position, piece.keys.length)
+    part = call.mask_part(piece.queries, piece.keys.position, piece.keys.length)
     return masks.part_is_visible(call.mask, part)
 
 
 @functools.lru_cache(maxsize=64)
 def _needs(queries: Layout, keys: Layout, window: tuple[int, int]) -> Tensor:
-    """Which rank needs the keys of which, by the window alone, bool [ranks, ranks]."""
+    """Which rank needs whose keys, by the window alone, bool [ranks of queries, ranks of keys]."""
     visible = VisiblePairs(keys, window)
-    return torch.stack([visible.of(runs) > 0 for runs in queries.runs])
+    return torch.stack([visible.count(runs) > 0 for runs in queries.runs])
 
 
 def _pieces(
@@ -88,12 +90,12 @@ def _pieces(
         Piece(index, run, keys_run)
         for index, run in enumerate(queries)
         for keys_run in keys
-        if _overlap(run, keys_run, window)
+        if _sees_any_key(run, keys_run, window)
     )
 
 
-def _overlap(queries: Run, keys: Run, window: tuple[int, int]) -> bool:
-    """Whether a query at position i and a key at i - left to i + right exist."""
+def _sees_any_key(queries: Run, keys: Run, window: tuple[int, int]) -> bool:
+    """Whether a query can see a key: one at position i a key from i - left to i + right."""
     left, right = window
     last_query = queries.position + queries.length - 1
     last_key = keys.position + keys.length - 1

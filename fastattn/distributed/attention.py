@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,10 +12,10 @@ from fastattn._untraced import untraced
 from fastattn.call import with_arguments_of
 from fastattn.distributed._agree import gather
 from fastattn.distributed._allgather import gathered_attention
-from fastattn.distributed._call import Call, checked
+from fastattn.distributed._call import Call, check_call
 from fastattn.distributed._dtensor import local_parts
 from fastattn.distributed._peers import OP, Peers, process_group
-from fastattn.distributed._replicated import agreed
+from fastattn.distributed._replicated import LocalCall, prepare_on_ranks
 from fastattn.distributed._ring import ring_attention
 from fastattn.distributed._ulysses import head_attention
 from fastattn.distributed.layout import Layout, Run
@@ -126,38 +125,40 @@ def attention(
         https://arxiv.org/abs/2309.14509 (exchange of heads).
     """
     rows = {"query": (query, 2), "key": (key, 2), "value": (value, 2)}
-    local, group, restored = local_parts(OP, group, rows, {})
+    local, group, restore = local_parts(OP, group, rows, {})
     query, key, value = local.values()
     peers = Peers(process_group(group))
 
-    def prepare() -> tuple[Call, Callable[[], Mapping[str, str]], tuple[int, ...]]:
-        """Check this rank's arguments; also return options and numbers to compare."""
+    def prepare_local() -> LocalCall[Call]:
+        """Check this rank's arguments."""
         checks.check_flag(OP, "return_lse", return_lse)
-        call = _checked(
+        call = _check_call(
             *(query, key, value, group, method, layout, attn_mask, mask, is_causal, window),
             *(softcap, alibi_slopes, sinks, cu_seqlens, dropout_p, generator, scale, enable_gqa),
         )
         seed = 0 if call.seed is None else int(call.seed)
-        return call, call.compared, (call.query.shape[2], call.key.shape[2], call.columns, seed)
+        numbers = (call.query.shape[2], call.key.shape[2], call.mask_columns, seed)
+        return call, call.options_to_compare, numbers
 
-    call, numbers = agreed(peers, check, query, prepare, 4)
+    call, numbers = prepare_on_ranks(peers, check, query, prepare_local, numbers=4)
     call = _with_layouts(call, peers, numbers, check)
     if call.method == "auto":
         method = cheapest(call, peers.size)
     out, lse = _METHODS[method](call, peers)
     results = (out, lse if out.dtype is torch.float64 else lse.float())
-    results = (restored(out, 2), restored(results[1], 2))
+    results = (restore(out, 2), restore(results[1], 2))
     return results if return_lse else results[0]
 
 
-_checked = with_arguments_of(attention, checked)
+_check_call = with_arguments_of(attention, check_call)
 
 
-def _with_layouts(call: Call, peers: Peers, every: list[list[int]], check: bool) -> Call:
-    """Add the layouts of all rows, from the lengths, columns and seeds of every rank."""
+def _with_layouts(call: Call, peers: Peers, numbers: list[list[int]], check: bool) -> Call:
+    """Add the layouts of all rows, from the lengths, mask columns and seed of every rank."""
     device, layout = call.query.device, call.layout
     if check:
-        call = call.with_seed(every[0][3])
+        *_, seed = numbers[0]
+        call = call.with_seed(seed)
     elif call.seed is not None:
         call = call.with_seed(int(gather(peers, call.seed.view(1), [1] * peers.size)[0]))
     if isinstance(layout, Layout):
@@ -166,10 +167,10 @@ def _with_layouts(call: Call, peers: Peers, every: list[list[int]], check: bool)
                 f"{OP}: layout must be of the {peers.size} ranks of the group, got {layout.ranks}"
             )
         if not check:
-            numbers_of_rank = every[peers.rank]
-            every = [[n, n, 0, 0] for n in layout.lengths]
-            every[peers.rank] = numbers_of_rank
-    q_lengths, k_lengths, columns = ([n[at] for n in every] for at in range(3))
+            own_numbers = numbers[peers.rank]
+            numbers = [[n, n, 0, 0] for n in layout.lengths]
+            numbers[peers.rank] = own_numbers
+    q_lengths, k_lengths, columns, _ = (list(column) for column in zip(*numbers, strict=True))
     if layout == "contiguous":
         layouts = Layout.contiguous(q_lengths), Layout.contiguous(k_lengths)
     elif layout == "zigzag":
@@ -178,8 +179,8 @@ def _with_layouts(call: Call, peers: Peers, every: list[list[int]], check: bool)
         layouts = layout, layout
     else:
         assert isinstance(layout, Tensor)
-        of_ranks = Layout.of_positions(gather(peers, layout.to(device, torch.int64), q_lengths))
-        layouts = of_ranks, of_ranks
+        positions = gather(peers, layout.to(device, torch.int64), q_lengths)
+        layouts = (Layout.of_positions(positions),) * 2
     lengths = layouts[0].lengths, layouts[1].lengths
     if lengths != (tuple(q_lengths), tuple(k_lengths)):
         raise ValueError(
@@ -199,5 +200,6 @@ def _with_layouts(call: Call, peers: Peers, every: list[list[int]], check: bool)
             f"{layouts[0].total} and {total}, got {int(call.sequences[-1])}"
         )
     if call.mask is not None:  # on ranks without rows, too, so that all of them raise
-        masks.check_whole(call.mask, call.part(Run(0, 0, 0), 0, 0))
+        no_rows = Run(row=0, position=0, length=0)
+        masks.check_whole(call.mask, call.mask_part(no_rows, first_key=0, k_len=0))
     return call

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from fastattn.backends.primitives import AppendOptions, DecodeOptions
 from fastattn.bias import T5
 from fastattn.distributed._dtensor import local_parts, refuse_dtensors
 from fastattn.distributed._peers import Peers, process_group
-from fastattn.distributed._replicated import agreed, described, merged_states
+from fastattn.distributed._replicated import LocalCall, describe, gather_and_merge, prepare_on_ranks
 from fastattn.distributed.layout import Layout
 from fastattn.ops import decode as one_process
 from fastattn.ops._append import append, check_new
@@ -110,11 +110,12 @@ def decode_attention(
     bhnd = layout == "bhnd"
     rows = {"key_cache": (key_cache, 1 + bhnd), "value_cache": (value_cache, 1 + bhnd)}
     whole = {"query": query, "key": key, "value": value}
-    parts, group, restored = local_parts(_OP, group, rows, whole, (0, 1) if bhnd else (0,))
+    parts, group, restore = local_parts(_OP, group, rows, whole, (0, 1) if bhnd else (0,))
     key_cache, value_cache, query, key, value = parts.values()
     peers = Peers(process_group(group, _OP), _OP)
 
-    def prepare() -> tuple[_Call, Callable[[], Mapping[str, str]], tuple[int, ...]]:
+    def prepare_local() -> LocalCall[_Call]:
+        """Check this rank's arguments."""
         _, arguments, _ = one_process.prepare(
             query,
             key_cache,
@@ -130,35 +131,35 @@ def decode_attention(
             layout=layout,
             return_lse=return_lse,
         )
-        q, keys, values, _, table, entries, slopes, logits, *_, options = arguments
+        q, keys, values, _, table, entries, slopes, sink_logits, *_, options = arguments
         if positions is not None and not isinstance(positions, Layout):
             raise checks.wrong_type(_OP, "positions", positions, "Layout or None")
-        new = None
+        new_rows = None
         if key is not None or value is not None:
-            new = _checked_rows(key, value, q, keys, values, cache_seqlens, layout)
+            new_rows = _check_new_rows(key, value, q, keys, values, cache_seqlens, layout)
         if relative_bias is not None and not isinstance(relative_bias, (Tensor, T5)):
             raise checks.wrong_type(_OP, "relative_bias", relative_bias, "Tensor or T5")
-        of_bias = relative_bias.table if isinstance(relative_bias, T5) else relative_bias
-        checks.check_constant(_OP, "relative_bias", of_bias)
-        limits = (mask, options.window_left, options.window_right)
+        bias_table = relative_bias.table if isinstance(relative_bias, T5) else relative_bias
+        checks.check_constant(_OP, "relative_bias", bias_table)
+        visible = _mask_with_window(mask, options.window_left, options.window_right, q)
         options = replace(options, window_left=-1, window_right=-1)
-        biases = (slopes, logits, relative_bias)
-        call = _Call(q, keys, values, table, entries, *biases, _visible(*limits, q), options, new)
-        return call, lambda: _compared(call, cache_seqlens, positions), (call.capacity,)
+        biases = (slopes, sink_logits, relative_bias)
+        call = _Call(q, keys, values, table, entries, *biases, visible, options, new_rows)
+        return call, lambda: _options_to_compare(call, cache_seqlens, positions), (call.capacity,)
 
-    call, numbers = agreed(peers, check, query, prepare, 1)
+    call, numbers = prepare_on_ranks(peers, check, query, prepare_local, numbers=1)
     cache = positions
     if cache is None:
         cache = Layout.contiguous([capacity for (capacity,) in numbers])
     else:
-        known = range(peers.size) if check else [peers.rank]
-        _check_positions(cache, peers.size, {rank: numbers[rank][0] for rank in known})
+        known_ranks = range(peers.size) if check else [peers.rank]
+        _check_positions(cache, peers.size, {rank: numbers[rank][0] for rank in known_ranks})
     biased = call.alibi_slopes is not None or relative_bias is not None
     if biased and any(len(runs) > 1 for runs in cache.runs):
         raise NotImplementedError(
             f"{_OP}: alibi_slopes and relative_bias need consecutive positions on each rank"
         )
-    added = 0 if call.new is None else call.new[0].shape[2]
+    added = 0 if call.new_rows is None else call.new_rows[0].shape[2]
     batch, device = call.query.shape[0], call.query.device
     before = one_process.checked_lengths(cache_seqlens, batch, cache.total, added, device)
     filled = before + added
@@ -166,20 +167,20 @@ def decode_attention(
     if call.relative_bias is not None:
         table = one_process.fold_table(call.relative_bias, call.query, filled, cache.total)
     if call.mask is not None:
-        part = (call.capacity, filled, _positions(cache, peers.rank), cache.total)
+        part = (call.capacity, filled, _spans_of_rank(cache, peers.rank), cache.total)
         program = masks.part_of_cache_program(_OP, call.mask, call.query, *part)
-    if call.new is not None:
+    if call.new_rows is not None:
         _append(call, cache, peers.rank, before)
-    out, lse = _own_part(call, cache, peers.rank, filled, table, program)
-    out, lse = merged_states(peers, "the merge of the keys of all ranks", out, lse)
+    out, lse = _attend_to_own_keys(call, cache, peers.rank, filled, table, program)
+    out, lse = gather_and_merge(peers, "the merge of the keys of all ranks", out, lse)
     if call.sinks is not None:  # a sink of inf has all the weight
         infinite = (call.sinks == torch.inf)[:, :, None]
         out.masked_fill_(infinite[..., None], 0.0)
         lse.masked_fill_(infinite, torch.inf)
     out = out.to(query.dtype)
     lse = lse if out.dtype is torch.float64 else lse.float()
-    out = restored(out if bhnd else out.transpose(1, 2))
-    return (out, restored(lse)) if return_lse else out
+    out = restore(out if bhnd else out.transpose(1, 2))
+    return (out, restore(lse)) if return_lse else out
 
 
 @dataclass(frozen=True)
@@ -196,15 +197,16 @@ class _Call:
     relative_bias: Tensor | T5 | None
     mask: masks.Mask | None  # with the window
     options: DecodeOptions  # without the window
-    new: tuple[Tensor, Tensor] | None  # [B, Hkv, L, D] and [B, Hkv, L, Dv]
+    new_rows: tuple[Tensor, Tensor] | None  # to append, [B, Hkv, L, D] and [B, Hkv, L, Dv]
 
     @property
     def capacity(self) -> int:
+        """The keys of a sequence that fit into this rank's cache."""
         pages = 1 if self.block_table is None else self.block_table.shape[1]
         return self.key_cache.shape[2] * pages
 
-    def of(self, rows: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Select pages and entries of sequences, which may repeat."""
+    def pages_and_entries(self, rows: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the rows of the block table, or the entries, of these sequences."""
         if self.block_table is not None:
             return self.block_table[rows], None
         return None, rows if self.entries is None else self.entries[rows]
@@ -212,14 +214,16 @@ class _Call:
     def run(
         self, lengths: Tensor, table: Tensor | None, program: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        """Attend to the first keys of this rank's caches, with a table of distances or slopes."""
         caches = (self.key_cache, self.value_cache, lengths, self.block_table, self.entries)
         # A table includes the slopes.
         biases = (None if table is not None else self.alibi_slopes, self.sinks, table, program)
-        return decode(self.query, *caches, *biases, None, None, None, self.options)
+        unsupported = (None, None, None)  # left padding, and scales of quantised caches
+        return decode(self.query, *caches, *biases, *unsupported, self.options)
 
 
-def _visible(mask: Any, left: int, right: int, query: Tensor) -> masks.Mask | None:
-    """Combine a mask and a window into one mask."""
+def _mask_with_window(mask: Any, left: int, right: int, query: Tensor) -> masks.Mask | None:
+    """Combine a mask and a window (left, right) into one mask; None: every key is visible."""
     mask = None if mask is None else masks.cache_mask(_OP, mask)
     right = -1 if right >= query.shape[2] - 1 else right  # no key is beyond the last query
     left = -1 if left >= 2**31 else left  # beyond every key, and beyond the integers of a mask
@@ -229,9 +233,10 @@ def _visible(mask: Any, left: int, right: int, query: Tensor) -> masks.Mask | No
     return window if mask is None else window & mask
 
 
-def _checked_rows(
+def _check_new_rows(
     key: Any, value: Any, query: Tensor, keys: Tensor, values: Tensor, seqlens: Any, layout: str
 ) -> tuple[Tensor, Tensor]:
+    """Check the rows to append; return them as [B, Hkv, L, D] and [B, Hkv, L, Dv]."""
     for name, x in (("key", key), ("value", value)):
         checks.check_tensor(_OP, name, x, "[B, H, L, D]", 4, query.device)
         checks.check_constant("decode_attention", name, x)
@@ -245,27 +250,28 @@ def _checked_rows(
     return key, value
 
 
-def _compared(call: _Call, seqlens: Any, positions: Layout | None) -> dict[str, str]:
-    """The values that must be the same on all ranks, by argument."""
+def _options_to_compare(call: _Call, seqlens: Any, positions: Layout | None) -> dict[str, str]:
+    """The options that must be the same on all ranks, by argument."""
     compared = {"cache_seqlens": repr(seqlens), "positions": repr(positions)}
     if isinstance(seqlens, Tensor):
-        compared |= described("cache_seqlens", seqlens)
+        compared |= describe("cache_seqlens", seqlens)
     for name, x in (("key_cache", call.key_cache), ("value_cache", call.value_cache)):
         compared[name] = f"{checks.name_of(x)} of {x.shape[1]} heads of {x.shape[3]}"
-    for name, new in zip(("key", "value"), call.new or (None, None), strict=True):
-        compared |= described(name, new)
-    compared |= described("query", call.query) | described("sinks", call.sinks)
-    compared |= described("alibi_slopes", call.alibi_slopes)
+    for name, new in zip(("key", "value"), call.new_rows or (None, None), strict=True):
+        compared |= describe(name, new)
+    compared |= describe("query", call.query) | describe("sinks", call.sinks)
+    compared |= describe("alibi_slopes", call.alibi_slopes)
     bias = call.relative_bias
     if isinstance(bias, T5):
-        compared |= described("relative_bias", bias.table) | {"T5": repr(bias[1:])}
+        compared |= describe("relative_bias", bias.table) | {"T5": repr(bias[1:])}
     else:
-        compared |= described("relative_bias", bias)
+        compared |= describe("relative_bias", bias)
     compared["window, is_causal or mask"] = repr(call.mask)
     return compared | {name: repr(x) for name, x in vars(call.options).items()}
 
 
 def _check_positions(cache: Layout, ranks: int, capacities: Mapping[int, int]) -> None:
+    """Raise an error if ``positions`` do not fit the ranks, or the capacities of these ranks."""
     if cache.ranks != ranks:
         raise ValueError(
             f"{_OP}: positions must be of the {ranks} ranks of the group, got {cache.ranks}"
@@ -285,28 +291,29 @@ def _check_positions(cache: Layout, ranks: int, capacities: Mapping[int, int]) -
 
 
 def _append(call: _Call, cache: Layout, rank: int, before: Tensor) -> None:
-    """Write the new rows whose positions this rank has."""
-    assert call.new is not None
-    key, value = call.new
-    at = before[:, None] + torch.arange(key.shape[2], device=key.device)  # [B, L]
-    rows = torch.full_like(at, -1)
+    """Write the new rows whose positions are on this rank, in place."""
+    assert call.new_rows is not None
+    key, value = call.new_rows
+    positions = before[:, None] + torch.arange(key.shape[2], device=key.device)  # [B, L]
+    rows = torch.full_like(positions, -1)
     for run in cache.runs[rank]:
-        here = (at >= run.position) & (at < run.position + run.length)
-        rows = torch.where(here, at - run.position + run.row, rows)
+        in_run = (positions >= run.position) & (positions < run.position + run.length)
+        rows = torch.where(in_run, positions - run.position + run.row, rows)
     sequence, token = (rows >= 0).nonzero(as_tuple=True)
     if not sequence.numel():
         return
     # Append each row as a separate sequence.
-    own = [x[sequence, :, token][:, :, None] for x in (key, value)]
-    where = (rows[sequence, token], *call.of(sequence))
-    append((call.key_cache, call.value_cache, *own, *where), AppendOptions())
+    single_rows = [x[sequence, :, token][:, :, None] for x in (key, value)]
+    targets = (rows[sequence, token], *call.pages_and_entries(sequence))
+    append((call.key_cache, call.value_cache, *single_rows, *targets), AppendOptions())
 
 
-def _positions(cache: Layout, rank: int) -> tuple[tuple[int, int], ...]:
+def _spans_of_rank(cache: Layout, rank: int) -> tuple[tuple[int, int], ...]:
+    """(first position, length) of each run of the keys of a rank."""
     return tuple((run.position, run.length) for run in cache.runs[rank])
 
 
-def _own_part(
+def _attend_to_own_keys(
     call: _Call,
     cache: Layout,
     rank: int,
@@ -314,57 +321,58 @@ def _own_part(
     table: Tensor | None,
     program: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to this rank's keys of sequences of these lengths."""
+    """Return (out, lse) of attention to this rank's keys; ``lengths`` [B] count all ranks' keys."""
     if call.sinks is not None:  # the sinks must count on one rank only
         finite = call.sinks.masked_fill(call.sinks == torch.inf, -torch.inf)
         call = replace(call, sinks=finite if rank == 0 else None)
-    runs = _positions(cache, rank)
+    runs = _spans_of_rank(cache, rank)
     if not runs:
-        return _of_no_keys(call)
-    own = masks.keys_before(runs, lengths)
+        return _empty_result(call)
+    own_lengths = masks.keys_before(runs, lengths)
     # The kernel puts the last query at this rank's last key, but it is this far beyond that key.
-    beyond = torch.where(own > 0, lengths - runs[0][0] - own, 0)
+    beyond = torch.where(own_lengths > 0, lengths - runs[0][0] - own_lengths, 0)
     slopes = call.alibi_slopes
     one_shift = call.query.shape[2] == 1 and call.sinks is None  # one shift for all scores
     if table is not None or (slopes is not None and not one_shift):
-        return _by_distance(call, own, beyond, table, program)
-    out, lse = call.run(own, None, program)
+        return _attend_by_distance(call, own_lengths, beyond, table, program)
+    out, lse = call.run(own_lengths, None, program)
     if slopes is not None:
         lse = lse - (slopes.double() * beyond[:, None])[:, :, None]
     return out, lse
 
 
-def _by_distance(
-    call: _Call, own: Tensor, beyond: Tensor, table: Tensor | None, program: Tensor | None
+def _attend_by_distance(
+    call: _Call, lengths: Tensor, beyond: Tensor, table: Tensor | None, program: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention with a table of distances and slopes, shifted by the distance of the last query.
+    """Attention with a bias of distances and slopes; ``beyond`` [B] shifts the distances.
 
-    Sequences with different shifts or slopes need separate calls.
+    Sequences with different shifts or slopes are in different groups, each of which is a call.
     """
     slopes, query = call.alibi_slopes, call.query
-    several = slopes is not None and slopes.shape[0] > 1
-    of_call = torch.arange(len(own), device=own.device) if several else beyond
+    slopes_differ = slopes is not None and slopes.shape[0] > 1
+    groups = torch.arange(len(lengths), device=lengths.device) if slopes_differ else beyond
     wide = torch.promote_types(query.dtype, torch.float32)
-    most = max(int(own.max()) if own.numel() else 0, query.shape[2], 1) - 1
-    near = torch.arange(-most, most + 1, device=own.device)
-    out, lse = _of_no_keys(call)
-    for i_call in of_call.unique().tolist():
-        rows = of_call == i_call
-        distances = near + beyond[rows][0]
-        shifted = torch.zeros((), dtype=wide, device=own.device)
+    max_distance = max(int(lengths.max()) if lengths.numel() else 0, query.shape[2], 1) - 1
+    near = torch.arange(-max_distance, max_distance + 1, device=lengths.device)
+    out, lse = _empty_result(call)
+    for group in groups.unique().tolist():
+        in_group = groups == group
+        distances = near + beyond[in_group][0]
+        bias = torch.zeros((), dtype=wide, device=lengths.device)
         if table is not None:
             middle = table.shape[2] // 2
-            shifted = table[:, :, (distances + middle).clamp(0, 2 * middle)]
+            bias = table[:, :, (distances + middle).clamp(0, 2 * middle)]
         if slopes is not None:
-            factors = slopes[i_call if several else 0].to(wide)
-            shifted = shifted - factors[None, :, None] * distances.abs()
-        out_of_rows, lse_of_rows = call.run(torch.where(rows, own, 0), shifted, program)
-        out = torch.where(rows[:, None, None, None], out_of_rows, out)
-        lse = torch.where(rows[:, None, None], lse_of_rows, lse)
+            factors = slopes[group if slopes_differ else 0].to(wide)
+            bias = bias - factors[None, :, None] * distances.abs()
+        out_of_group, lse_of_group = call.run(torch.where(in_group, lengths, 0), bias, program)
+        out = torch.where(in_group[:, None, None, None], out_of_group, out)
+        lse = torch.where(in_group[:, None, None], lse_of_group, lse)
     return out, lse
 
 
-def _of_no_keys(call: _Call) -> tuple[Tensor, Tensor]:
+def _empty_result(call: _Call) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of attention to no keys, or to the sinks only."""
     shape, query = call.query.shape[:3], call.query
     sinks = query.new_full((1, 1), -torch.inf) if call.sinks is None else call.sinks
     lse = sinks.double()[:, :, None].expand(shape).contiguous()

@@ -40,9 +40,9 @@ class Layout:
 
     @staticmethod
     def contiguous(lengths: Sequence[int]) -> Layout:
-        """Give rank r the next ``lengths[r]`` positions; a length may be 0."""
-        starts = itertools.accumulate(_checked(lengths), initial=0)
-        return Layout(tuple(_runs([span]) for span in zip(starts, lengths, strict=False)))
+        """Give each rank r in turn the next ``lengths[r]`` positions; a length may be 0."""
+        starts = itertools.accumulate(_check_lengths(lengths), initial=0)
+        return Layout(tuple(_make_runs([span]) for span in zip(starts, lengths, strict=False)))
 
     @staticmethod
     def zigzag(lengths: Sequence[int]) -> Layout:
@@ -51,13 +51,13 @@ class Layout:
         With a causal mask, all ranks of equal lengths then have equal work. The first chunk of an
         odd length is the longer one.
         """
-        halves = [(-(-length // 2), length // 2) for length in _checked(lengths)]
+        halves = [(-(-length // 2), length // 2) for length in _check_lengths(lengths)]
         chunks = [first for first, _ in halves] + [last for _, last in reversed(halves)]
         starts = list(itertools.accumulate(chunks, initial=0))
         last = len(chunks) - 1
         return Layout(
             tuple(
-                _runs((starts[chunk], chunks[chunk]) for chunk in (rank, last - rank))
+                _make_runs((starts[chunk], chunks[chunk]) for chunk in (rank, last - rank))
                 for rank in range(len(lengths))
             )
         )
@@ -68,10 +68,10 @@ class Layout:
 
         Attention is computed run by run, so a layout of few long runs is fast.
         """
-        layout = Layout(tuple(_runs(_parts(x)) for x in positions))
-        every = sorted((run.position, run.length) for runs in layout.runs for run in runs)
-        ends = itertools.accumulate((length for _, length in every), initial=0)
-        for (position, _), end in zip(every, ends, strict=False):
+        layout = Layout(tuple(_make_runs(_consecutive_spans(x)) for x in positions))
+        spans = sorted((run.position, run.length) for runs in layout.runs for run in runs)
+        ends = itertools.accumulate((length for _, length in spans), initial=0)
+        for (position, _), end in zip(spans, ends, strict=False):
             if position != end:
                 defect = "missing" if position > end else "held twice"
                 wrong_position = end if position > end else position
@@ -102,8 +102,8 @@ class Layout:
         return torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
 
 
-def _checked(lengths: Any) -> Sequence[int]:
-    """Raise an error unless the lengths are non-negative integers."""
+def _check_lengths(lengths: Any) -> Sequence[int]:
+    """Return the lengths, or raise an error unless they are non-negative integers."""
     if not isinstance(lengths, Sequence) or not all(type(n) is int for n in lengths):
         raise wrong_type("Layout", "lengths", lengths, "a sequence of ints")
     if any(n < 0 for n in lengths):
@@ -111,24 +111,24 @@ def _checked(lengths: Any) -> Sequence[int]:
     return lengths
 
 
-def _runs(spans: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
-    """The runs of a rank, from its parts (position, length) in the order of its rows."""
+def _make_runs(spans: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
+    """Make the runs of a rank from spans (position, length) in the order of its rows."""
     runs: list[Run] = []
     row = 0
     for position, length in spans:
         if not length:
             continue
-        before = runs[-1] if runs else None
-        if before is not None and before.position + before.length == position:
-            runs[-1] = before._replace(length=before.length + length)
+        previous = runs[-1] if runs else None
+        if previous is not None and previous.position + previous.length == position:
+            runs[-1] = previous._replace(length=previous.length + length)
         else:
             runs.append(Run(row, position, length))
         row += length
     return tuple(runs)
 
 
-def _parts(positions: Any) -> list[tuple[int, int]]:
-    """Split positions into parts of consecutive positions."""
+def _consecutive_spans(positions: Any) -> list[tuple[int, int]]:
+    """Split positions into spans (position, length) of consecutive positions."""
     if not isinstance(positions, Tensor):
         raise wrong_type("Layout", "positions", positions, "Tensor")
     if positions.dim() != 1 or positions.dtype not in (torch.int32, torch.int64):

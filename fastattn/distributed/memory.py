@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +16,10 @@ from fastattn._untraced import untraced
 from fastattn.backends.primitives import AttentionOptions
 from fastattn.distributed._agree import gather
 from fastattn.distributed._dtensor import local_parts, refuse_dtensors
-from fastattn.distributed._patterns import retrieved
+from fastattn.distributed._patterns import retrieve_over_ranks
 from fastattn.distributed._peers import Peers, process_group
 from fastattn.distributed._read import Reader
-from fastattn.distributed._replicated import agreed, described, enter
+from fastattn.distributed._replicated import LocalCall, describe, enter, prepare_on_ranks
 from fastattn.ops import hopfield, memory_hops
 from fastattn.ops.hopfield import lowered
 
@@ -101,11 +101,12 @@ def memory_hop_attention(
     rows = {
         name: (x, _row_dim(x)) for name, x in (("in_memory", in_memory), ("out_memory", out_memory))
     }
-    parts, group, restored = local_parts(_HOPS, group, rows, {"query": query}, (0,))
+    parts, group, restore = local_parts(_HOPS, group, rows, {"query": query}, (0,))
     in_memory, out_memory, query = parts.values()
     peers = Peers(process_group(group, _HOPS), _HOPS)
 
-    def prepare() -> tuple[tuple[Any, ...], Callable[[], Mapping[str, str]], tuple[int, ...]]:
+    def prepare_local() -> LocalCall[tuple[Any, ...]]:
+        """Check this rank's arguments, and bring them into the form of the primitive."""
         _, arguments = memory_hops.prepare(
             query,
             in_memory,
@@ -119,32 +120,33 @@ def memory_hop_attention(
             scale=scale,
             need_weights=need_weights,
         )
+        *prepared_tensors, options = arguments
         names = ("query", "in_memory", "out_memory", "hop_proj", "memory_mask", "memory_bias")
-        tensors = dict(zip(names, arguments, strict=False))
+        tensors = dict(zip(names, prepared_tensors, strict=True))
 
-        def compared() -> dict[str, str]:
-            values = {name: repr(x) for name, x in vars(arguments[-1]).items()}
-            values |= described("query", tensors["query"])
-            values |= described("hop_proj", tensors["hop_proj"])
+        def options_to_compare() -> dict[str, str]:
+            values = {name: repr(x) for name, x in vars(options).items()}
+            values |= describe("query", tensors["query"])
+            values |= describe("hop_proj", tensors["hop_proj"])
             for name in ("in_memory", "out_memory"):
-                values |= described(name, tensors[name], rows=True)
-            return values | _differentiated(tensors)
+                values |= describe(name, tensors[name], rows=True)
+            return values | _gradient_requirements(tensors)
 
-        return arguments, compared, ()
+        return arguments, options_to_compare, ()
 
-    (u, in_rows, out_rows, proj, mask, bias, options), _ = agreed(peers, check, query, prepare)
+    arguments, _ = prepare_on_ranks(peers, check, query, prepare_local)
+    u, *other_tensors, options = arguments
     reader = Reader(peers, lambda n: f"hop {n} of {hops}", need_weights)
     read = reader.softmax if options.normalize == "softmax" else reader.linear
-    tensors = (u, in_rows, out_rows, proj, mask, bias)
     # The reference's loop calls the reads. Imported late, because importing fastattn loads no
     # backend.
     reference = importlib.import_module("fastattn.backends.reference.memory_hops")
-    trace, _, weights = reference.hop_states(*tensors, options, read)
-    out = restored(trace[-1].to(u.dtype)[..., : query.shape[-1]])
+    trace, _, weights = reference.hop_states(u, *other_tensors, options, read)
+    out = restore(trace[-1].to(u.dtype)[..., : query.shape[-1]])
     if not need_weights:
         return out
     p = torch.stack(weights, -2).to(u.dtype)
-    return out, restored(p, p.ndim - 1)
+    return out, restore(p, p.ndim - 1)
 
 
 @untraced
@@ -210,56 +212,59 @@ def hopfield_retrieve(
     refuse_dtensors(_RETRIEVE, beta=beta, attn_mask=attn_mask)
     rows = {name: (x, _row_dim(x)) for name, x in (("stored", stored), ("projection", projection))}
     shared = range(max(getattr(state, "ndim", 2) - 2, 0))
-    parts, group, restored = local_parts(_RETRIEVE, group, rows, {"state": state}, shared)
+    parts, group, restore = local_parts(_RETRIEVE, group, rows, {"state": state}, shared)
     stored, projection, state = parts.values()
     peers = Peers(process_group(group, _RETRIEVE), _RETRIEVE)
 
-    def prepare() -> tuple[Any, Callable[[], Mapping[str, str]], tuple[int, ...]]:
+    def prepare_local() -> LocalCall[Any]:
+        """Check this rank's arguments, and prepare the call as on one process."""
         whole_beta = beta
         if isinstance(beta, Tensor):
             whole_beta = enter(peers, "the gradient of beta", beta)
         limits = (update_steps_max, update_steps_eps, stop, grad)
-        flags = (attn_mask, dropout_p, need_weights, need_steps)
-        call = hopfield.prepared(state, stored, projection, whole_beta, *limits, *flags)
+        reading = (attn_mask, dropout_p, need_weights, need_steps)
+        call = hopfield.prepared(state, stored, projection, whole_beta, *limits, *reading)
         p = checks.check_dropout(_RETRIEVE, dropout_p)
         seed = int(draw_seed(state.device)) if p > 0 else 0
 
-        def compared() -> dict[str, str]:
+        def options_to_compare() -> dict[str, str]:
             options = (*limits, p, need_weights, need_steps)
             names = "update_steps_max update_steps_eps stop grad dropout_p need_weights need_steps"
-            values = {n: repr(x) for n, x in zip(names.split(), options, strict=True)}
+            values = {name: repr(x) for name, x in zip(names.split(), options, strict=True)}
             if isinstance(beta, Tensor):
-                values |= described("beta", beta)
+                values |= describe("beta", beta)
             else:
                 values["beta"] = repr(call.scale)
-            values |= described("state", state) | described("stored", stored, rows=True)
-            values |= described("projection", projection, rows=True)
+            values |= describe("state", state) | describe("stored", stored, rows=True)
+            values |= describe("projection", projection, rows=True)
             tensors = {"state": state, "stored": stored, "projection": projection, "beta": beta}
-            return values | _differentiated(tensors | {"attn_mask": attn_mask})
+            return values | _gradient_requirements(tensors | {"attn_mask": attn_mask})
 
-        return (call, p), compared, (call.stored.shape[2], seed)
+        return (call, p), options_to_compare, (call.stored.shape[2], seed)
 
-    (call, p), numbers = agreed(peers, check, state, prepare, 2)
-    arguments, back = hopfield.primitive(call)
+    (call, p), numbers = prepare_on_ranks(peers, check, state, prepare_local, numbers=2)
+    arguments, ungroup = hopfield.primitive(call)
     xi = arguments[0]
     taken = torch.zeros(xi.shape[:-1], dtype=torch.int64, device=xi.device)
     if update_steps_max != 0:
-        xi, taken = retrieved(peers, arguments)
+        xi, taken = retrieve_over_ranks(peers, arguments)
     wide = torch.promote_types(call.state.dtype, torch.float32)  # of the state after autocast
-    xi, keys, values, mask = call.reading(back(xi)[..., : state.shape[-1]])
+    xi, keys, values, mask = call.reading(ungroup(xi)[..., : state.shape[-1]])
     if mask is not None and mask.is_floating_point():
         mask = mask.to(wide)
     options, seed = AttentionOptions(call.scale), None
     if p > 0:
-        options, seed = _dropped(peers, p, options, numbers, check, state.device)
-    read = Reader(peers, lambda n: "the final reading", need_weights)
-    out, _, weights = read.attend(xi.to(wide), keys.to(wide), values.to(wide), mask, options, seed)
-    results = [restored(lowered(out.to(call.state.dtype), state.ndim))]
+        options, seed = _dropout_options(peers, p, options, numbers, check, state.device)
+    reader = Reader(peers, lambda n: "the final reading", need_weights)
+    out, _, weights = reader.attend(
+        xi.to(wide), keys.to(wide), values.to(wide), mask, options, seed
+    )
+    results = [restore(lowered(out.to(call.state.dtype), state.ndim))]
     if weights is not None:
-        of_rows = lowered(weights.to(call.state.dtype), state.ndim)
-        results.append(restored(of_rows, state.ndim - 1))
+        own_weights = lowered(weights.to(call.state.dtype), state.ndim)
+        results.append(restore(own_weights, state.ndim - 1))
     if need_steps:
-        results.append(restored(lowered(back(taken).abs(), state.ndim)))
+        results.append(restore(lowered(ungroup(taken).abs(), state.ndim)))
     return tuple(results) if len(results) > 1 else results[0]
 
 
@@ -268,7 +273,7 @@ def _row_dim(x: Any) -> int:
     return x.ndim - 2 if isinstance(x, Tensor) else 0
 
 
-def _dropped(
+def _dropout_options(
     peers: Peers,
     p: float,
     options: AttentionOptions,
@@ -276,17 +281,20 @@ def _dropped(
     check: bool,
     device: torch.device,
 ) -> tuple[AttentionOptions, Tensor]:
-    """Dropout with the draws of one process; ``numbers`` are each rank's rows and seed."""
+    """Return the options and the seed with which dropout draws as on one process.
+
+    ``numbers`` are the number of rows and the seed of each rank.
+    """
     if not check:
-        own = torch.tensor(numbers[peers.rank], device=device)
-        gathered = gather(peers, own, [2] * peers.size, "the comparison of the seeds")
+        own_numbers = torch.tensor(numbers[peers.rank], device=device)
+        gathered = gather(peers, own_numbers, [2] * peers.size, "the comparison of the seeds")
         numbers = [x.tolist() for x in gathered]
-    first = sum(rows for rows, _ in numbers[: peers.rank])
+    first_key = sum(rows for rows, _ in numbers[: peers.rank])
     seed = torch.tensor(numbers[0][1], device=device)
-    return replace(options, dropout_p=p, first_key=first), seed
+    return replace(options, dropout_p=p, first_key=first_key), seed
 
 
-def _differentiated(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """The arguments with a gradient, on which the messages of the backward depend."""
+def _gradient_requirements(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """The arguments that need a gradient, on which the messages of the backward pass depend."""
     names = [n for n, x in arguments.items() if isinstance(x, Tensor) and x.requires_grad]
     return {"requires_grad": str(names if torch.is_grad_enabled() else [])}

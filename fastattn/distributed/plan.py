@@ -42,11 +42,11 @@ class Plan:
     def __str__(self) -> str:
         """One line per method, with the largest share of a rank."""
         header = f"{'method':<10} {'sent':>12} {'received':>12} {'GFLOP':>12} {'idle':>6}"
-        lines = [header, *(self._line(name, shares) for name, shares in self.shares.items())]
+        lines = [header, *(self._table_row(name, shares) for name, shares in self.shares.items())]
         return "\n".join(lines)
 
-    def _line(self, name: str, shares: Sequence[Share]) -> str:
-        """One row of the table."""
+    def _table_row(self, name: str, shares: Sequence[Share]) -> str:
+        """The row of one method."""
         largest = [
             max(getattr(x, field) for x in shares) for field in ("sent", "received", "flops")
         ]
@@ -67,7 +67,7 @@ class _Sizes:
     kv_heads: int
     width: int
     value_width: int
-    item: int  # bytes of an element
+    item_size: int  # bytes of an element
     window: tuple[int, int]
     backward: bool
 
@@ -124,12 +124,12 @@ def plan(
         kv_heads=kv_heads,
         width=head_dim,
         value_width=value_dim,
-        item=dtype.itemsize,
+        item_size=dtype.itemsize,
         window=(left, 0 if is_causal else right),
         backward=backward,
     )
     shares = _shares(sizes)
-    return Plan(dict(shares), _fewest(shares))
+    return Plan(dict(shares), _method_with_fewest_bytes(shares))
 
 
 def cheapest(call: Call, ranks: int) -> str:
@@ -149,15 +149,15 @@ def cheapest(call: Call, ranks: int) -> str:
         kv_heads=call.key.shape[1],
         width=call.query.shape[3],
         value_width=call.value.shape[3],
-        item=call.query.element_size(),
+        item_size=call.query.element_size(),
         window=call.window,
         backward=False,
     )
-    return _fewest(_shares(sizes))
+    return _method_with_fewest_bytes(_shares(sizes))
 
 
-def _fewest(shares: Any) -> str:
-    """Of ring and Ulysses, the one whose busiest rank receives fewer bytes."""
+def _method_with_fewest_bytes(shares: Any) -> str:
+    """Of ring and Ulysses, the method whose busiest rank receives fewer bytes."""
     busiest = {
         name: max(x.received for x in shares_of_method)
         for name, shares_of_method in shares
@@ -169,10 +169,13 @@ def _fewest(shares: Any) -> str:
 @functools.lru_cache(maxsize=64)
 def _shares(sizes: _Sizes) -> tuple[tuple[str, tuple[Share, ...]], ...]:
     """The shares of the ranks by method, for the methods that can run."""
-    shares = [("ring", _of_keys(sizes, True)), ("allgather", _of_keys(sizes, False))]
+    shares = [
+        ("ring", _key_shares(sizes, ring=True)),
+        ("allgather", _key_shares(sizes, ring=False)),
+    ]
     ranks = sizes.queries.ranks
     if sizes.heads % ranks == 0 and sizes.kv_heads % ranks == 0:
-        shares.append(("ulysses", _of_heads(sizes)))
+        shares.append(("ulysses", _head_shares(sizes)))
     return tuple(shares)
 
 
@@ -182,19 +185,19 @@ class _Counts(NamedTuple):
     pairs: Tensor  # the pairs that are visible to the queries of a rank
     busiest: int  # the sum over the steps of the ring of the busiest rank's pairs
     reach: Tensor  # the steps that the keys of a rank travel in the ring
-    takers: Tensor  # the other ranks that need the keys of a rank
-    needed: Tensor  # the keys of other ranks that a rank needs
+    receivers: Tensor  # the number of other ranks that need the keys of a rank
+    needed: Tensor  # the number of keys of other ranks that a rank needs
 
 
 @functools.lru_cache(maxsize=64)
-def _counted(queries: Layout, keys: Layout, window: tuple[int, int]) -> _Counts:
+def _count_pairs(queries: Layout, keys: Layout, window: tuple[int, int]) -> _Counts:
     """Count pairs, steps and keys of all ranks from the layouts."""
     n = keys.ranks
     visible, lengths = VisiblePairs(keys, window), _lengths(keys)
-    pairs, reach, takers, needed, busiest_of_step = torch.zeros(5, n, dtype=torch.int64)
+    pairs, reach, receivers, needed, busiest_of_step = torch.zeros(5, n, dtype=torch.int64)
     descending = torch.arange(2 * n, 0, -1) % n
     for q, runs in enumerate(queries.runs):
-        pairs_by_owner = visible.of(runs)  # by the rank of the keys
+        pairs_by_owner = visible.count(runs)  # by the rank of the keys
         pairs[q] = pairs_by_owner.sum()
         by_step = pairs_by_owner.flip(0).roll(q + 1)  # by the steps from that rank
         torch.maximum(busiest_of_step, by_step, out=busiest_of_step)
@@ -202,9 +205,9 @@ def _counted(queries: Layout, keys: Layout, window: tuple[int, int]) -> _Counts:
         steps = descending[n - q : 2 * n - q]  # from each rank to this one
         torch.maximum(reach, steps * needs, out=reach)
         needs[q] = False
-        takers += needs
+        receivers += needs
         needed[q] = (lengths * needs).sum()
-    return _Counts(pairs, int(busiest_of_step.sum()), reach, takers, needed)
+    return _Counts(pairs, int(busiest_of_step.sum()), reach, receivers, needed)
 
 
 def _lengths(layout: Layout) -> Tensor:
@@ -212,52 +215,52 @@ def _lengths(layout: Layout) -> Tensor:
     return torch.tensor(layout.lengths, dtype=torch.int64)
 
 
-def _of_keys(sizes: _Sizes, ring: bool) -> tuple[Share, ...]:
-    """The shares of a method that moves keys."""
-    counts = _counted(sizes.queries, sizes.keys, sizes.window)
+def _key_shares(sizes: _Sizes, *, ring: bool) -> tuple[Share, ...]:
+    """The shares of the ring, or of gathering the keys before attention."""
+    counts = _count_pairs(sizes.queries, sizes.keys, sizes.window)
     lengths, reach = _lengths(sizes.keys), counts.reach
     if ring:  # keys pass every rank on their way, and their gradients follow one step behind
         sent, received = _passing(lengths, 0, reach - 1), _passing(lengths, 1, reach)
         gradients_received = _passing(lengths, 2, reach) + lengths * (reach > 0)
     else:
-        sent, received = lengths * counts.takers, counts.needed
+        sent, received = lengths * counts.receivers, counts.needed
         gradients_received = sent
     # The ring sends keys in both passes; gathered keys are kept. Gradients return in float32.
-    key_bytes = sizes.item * (2 if ring and sizes.backward else 1)
-    gradient_bytes = max(sizes.item, 4) if sizes.backward else 0
+    key_bytes = sizes.item_size * (2 if ring and sizes.backward else 1)
+    gradient_bytes = max(sizes.item_size, 4) if sizes.backward else 0
     row_size = sizes.batch * sizes.kv_heads * (sizes.width + sizes.value_width)
-    out = (sent * key_bytes + received * gradient_bytes) * row_size
-    into = (received * key_bytes + gradients_received * gradient_bytes) * row_size
+    bytes_out = (sent * key_bytes + received * gradient_bytes) * row_size
+    bytes_in = (received * key_bytes + gradients_received * gradient_bytes) * row_size
     critical_path = counts.busiest if ring else int(counts.pairs.max())
-    cost = _flops(sizes)
+    flops_of_pair = _flops(sizes)
     return tuple(
-        Share(out_bytes, in_bytes, pairs * cost, _idle(pairs, critical_path))
-        for out_bytes, in_bytes, pairs in zip(
-            out.tolist(), into.tolist(), counts.pairs.tolist(), strict=True
+        Share(sent_bytes, received_bytes, pairs * flops_of_pair, _idle(pairs, critical_path))
+        for sent_bytes, received_bytes, pairs in zip(
+            bytes_out.tolist(), bytes_in.tolist(), counts.pairs.tolist(), strict=True
         )
     )
 
 
 def _passing(lengths: Tensor, first: int, last: Tensor) -> Tensor:
-    """For each rank, the sum of the lengths of all ranks k that are ``first`` to ``last[k]`` steps
-    before it."""
+    """How many keys pass each rank, int64 [ranks]: the keys ``lengths[k]`` of all ranks k that are
+    ``first`` to ``last[k]`` steps before it."""
     n = lengths.numel()
-    order, lengths = torch.arange(n), lengths * (last >= first)
+    ranks, lengths = torch.arange(n), lengths * (last >= first)
     changes = lengths.new_zeros(2 * n + 2)
-    changes.index_add_(0, order + first, lengths)
-    changes.index_add_(0, order + torch.clamp(last, min=first - 1) + 1, lengths, alpha=-1)
+    changes.index_add_(0, ranks + first, lengths)
+    changes.index_add_(0, ranks + torch.clamp(last, min=first - 1) + 1, lengths, alpha=-1)
     return changes.cumsum(0)[: 2 * n].view(2, n).sum(0)  # adds the second turn around the ring
 
 
-def _of_heads(sizes: _Sizes) -> tuple[Share, ...]:
-    """The shares of the method that exchanges heads for rows."""
+def _head_shares(sizes: _Sizes) -> tuple[Share, ...]:
+    """The shares of Ulysses, which exchanges heads for rows."""
     n = sizes.queries.ranks
-    pairs = int(_counted(sizes.queries, sizes.keys, sizes.window).pairs.sum())
+    pairs = int(_count_pairs(sizes.queries, sizes.keys, sizes.window).pairs.sum())
     # Bytes of a row of all heads: query sent, output and lse returned; key and value sent.
     widths = sizes.width + sizes.value_width
-    query_bytes = sizes.batch * sizes.heads * sizes.width * sizes.item
-    result_bytes = sizes.batch * sizes.heads * (sizes.value_width * sizes.item + 8)
-    key_bytes = sizes.batch * sizes.kv_heads * widths * sizes.item
+    query_bytes = sizes.batch * sizes.heads * sizes.width * sizes.item_size
+    result_bytes = sizes.batch * sizes.heads * (sizes.value_width * sizes.item_size + 8)
+    key_bytes = sizes.batch * sizes.kv_heads * widths * sizes.item_size
     flops = pairs * _flops(sizes) // n
     shares = []
     for rows, columns in zip(sizes.queries.lengths, sizes.keys.lengths, strict=True):
@@ -282,6 +285,6 @@ def _flops(sizes: _Sizes) -> int:
     return 2 * both * sizes.batch * sizes.heads
 
 
-def _idle(work: int, longest: int) -> float:
-    """The fraction of the time in which a rank with this work waits for the longest."""
-    return 1 - work / longest if longest else 0.0
+def _idle(work: int, total_work: int) -> float:
+    """The fraction of the time in which a rank with ``work`` waits, if all take ``total_work``."""
+    return 1 - work / total_work if total_work else 0.0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends._mask_program import PADDING, padded
-from fastattn.backends._sequences import places
+from fastattn.backends._sequences import locate_rows
 from fastattn.checks import check_device as check_same_device
 from fastattn.checks import check_strided, wrong_type
 from fastattn.compat import records_trace, runs_eagerly
@@ -114,7 +114,7 @@ class PackedCall(Call):
 
     def positions(self) -> Tensor:
         """The index of each query within its sequence, or from the sequence's end."""
-        sequence, local, lengths = places(self.q_starts, self.q_len)
+        sequence, local, lengths = locate_rows(self.q_starts, self.q_len)
         if self.bottom_right:
             k_lengths = torch.nn.functional.pad(self.k_starts.diff(), (0, 1))
             local = local + (k_lengths - lengths)[sequence]
@@ -124,7 +124,7 @@ class PackedCall(Call):
         """The number of each query's sequence, [1, Tq]."""
         if x.shape[0] == 1:
             return x[:, None]
-        sequence, _, _ = places(self.q_starts, self.q_len)
+        sequence, _, _ = locate_rows(self.q_starts, self.q_len)
         x = exactly(x, self.batch)
         return torch.nn.functional.pad(x, (0, 1))[sequence][None]
 

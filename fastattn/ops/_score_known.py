@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastattn.backends._score_program import Op, evaluated
+from fastattn.backends._score_program import Op, evaluate
 from fastattn.ops._score_compile import SCORE, Graph
 
 _INDICES = (Op.BATCH, Op.HEAD, Op.QUERY, Op.KEY)
@@ -45,7 +45,7 @@ class Known(NamedTuple):
             head = torch.arange(heads, device=query.device)[:, None]
             distance = torch.arange(-max_distance, max_distance + 1, device=query.device)
             data, no_score = flat(floating, dtype), query.new_zeros(1, dtype=dtype)
-            bias = evaluated(self.table, numbers, data, None, no_score, (0, head, distance, 0))
+            bias = evaluate(self.table, numbers, data, None, no_score, (0, head, distance, 0))
             arguments["relative_bias"] = bias.expand(heads, 2 * max_distance + 1)
         return arguments
 

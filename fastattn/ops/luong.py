@@ -112,7 +112,7 @@ def luong_attention(
             options, dropped = plan.options, dropout_p
         kept = None
         if dropped > 0:
-            ones = p.new_ones(batch, queries, options.rows(keys))
+            ones = p.new_ones(batch, queries, options.window_size(keys))
             kept = torch.nn.functional.dropout(ones, dropped)
         call = (query, key, value, center, key_padding_mask, kept)
         if plan is None:
@@ -154,7 +154,7 @@ def _window(p: Tensor, keys: int, D: int, window: str) -> tuple[Tensor, Tensor, 
     All are [B, Tq, W]; the index of a key that does not exist is 0.
     """
     first = torch.ceil(p.detach() - D).clamp(0, keys).long()[..., None]
-    j = first + torch.arange(LocalOptions(reach=D).rows(keys), device=p.device)
+    j = first + torch.arange(LocalOptions(reach=D).window_size(keys), device=p.device)
     seen = (j >= 0) & (j < keys) & (j <= p.detach()[..., None] + D)
     # A position that is not finite has no finite distance from any key.
     away = torch.where(seen, j - p[..., None], 0.0)
@@ -362,7 +362,7 @@ local_attention = Operator(
     "query: B Lq D; key: B Lk D; value: B Lk Dv; positions: B Lq; padding?: B Lk; factor?: B Lq W",
     "out: B Lq Dv; weights: B Lq W",
     options=LocalOptions,
-    sizes=lambda options, known: {"W": options.rows(known["Lk"])},
+    sizes=lambda options, known: {"W": options.window_size(known["Lk"])},
     derivative=Derivative(
         grads="out weights",
         reads="query key value positions padding factor weights",

@@ -14,7 +14,7 @@ from torch import Tensor
 import fastattn
 from fastattn import dispatch, library
 from fastattn.backends import reference
-from fastattn.backends.primitives import extended
+from fastattn.backends.primitives import extend_options
 
 Results = dict[str, Tensor]
 
@@ -99,7 +99,7 @@ class Operands:
             known = grads | self.tensors | self.saved(results)
             args = [known[name] for name in op.backward.names]
             backward = getattr(backend, op.backward.name)
-            options: Any = extended(op.backward.options, self.options, **self.of_backward)
+            options: Any = extend_options(op.backward.options, self.options, **self.of_backward)
             gradients = backward(*dispatch.accepted_tensors(backward, args), options=options)
             named = zip(op.backward.results, gradients, strict=False)
             results |= {name: grad for name, grad in named if grad is not None}

@@ -17,7 +17,7 @@ from torch import Tensor
 from fastattn import dispatch, masks
 from fastattn.backends import reference
 from fastattn.backends.primitives import QUANTISED, AppendOptions, DecodeOptions
-from fastattn.backends.reference.decode import elements
+from fastattn.backends.reference.decode import index_cache
 from fastattn.testing.calls import Operands, Results, declared, double
 from fastattn.testing.cases import FLOATS, AttentionCase, Draw, HeadCase, bytes_of, drawn, place
 from fastattn.testing.judge import Proof, Verdict
@@ -266,7 +266,7 @@ class AppendInputs(Operands):
         changed = 0
         for name, copy in copies.items():
             old = getattr(self, name)
-            of_copy, of_old = (elements(x, entry, slice(None), row) for x in (copy, old))
+            of_copy, of_old = (index_cache(x, entry, slice(None), row) for x in (copy, old))
             results[name.removesuffix("_cache")] = of_copy.transpose(1, 2).clone()
             copy[entry, :, row] = of_old
             changed += int((bytes_of(copy) != bytes_of(old)).sum())

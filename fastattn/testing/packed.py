@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastattn import masks
-from fastattn.backends._sequences import places
+from fastattn.backends._sequences import locate_rows
 from fastattn.backends.primitives import AttentionOptions, VarlenOptions
 from fastattn.backends.reference._mask_program import visible_by_program
 from fastattn.testing.calls import Operands, Results
@@ -73,7 +73,7 @@ def _packed(inputs: Operands) -> Iterator[_Alone]:
     at_end = options.pop("bottom_right")
     visible: Any = None
     if inputs.mask_program is not None:
-        of_keys = places(inputs.cu_seqlens_k, inputs.key.shape[0])[1]
+        of_keys = locate_rows(inputs.cu_seqlens_k, inputs.key.shape[0])[1]
         rows = inputs.query.shape[0], inputs.key.shape[0]
         visible = visible_by_program(inputs.mask_program, 1, *rows, packed_keys=of_keys)[0, 0]
     for b in range(len(starts_q) - 1):

@@ -41,7 +41,7 @@ def runs_at(adapter: ModuleType, monkeypatch: pytest.MonkeyPatch, device: int, s
         assert of == torch.device("cpu")  # the emulator's
         yield device, stream
 
-    monkeypatch.setattr(adapter.operands, "current", current)
+    monkeypatch.setattr(adapter.operands, "current_device", current)
 
 
 def test_native_functions_take_the_first_tensors_of_their_operators(adapter: ModuleType) -> None:
@@ -105,7 +105,7 @@ def test_a_call_makes_the_device_of_its_tensor_current(
         return tensors, options, place, list(entered)
 
     tensor: Any = SimpleNamespace(device=torch.device("cuda", 3))
-    launch = adapter.operands.launched(kernel)
+    launch = adapter.operands.launch_on_stream(kernel)
     assert launch(None, tensor, options="options") == (
         (None, tensor),
         "options",

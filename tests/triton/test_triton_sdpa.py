@@ -128,7 +128,7 @@ def test_tiles_without_a_visible_pair_are_skipped(
         monkeypatch.setattr(of_kernels, name, called)
 
     counted("_sdpa_forward", "scores", "tiles")
-    counted("_mask_program", "_evaluated", "looked at", index=5)
+    counted("_mask_program", "_evaluate", "looked at", index=5)
     query, key, value = _qkv(generator, 1, 1, 128, 8, grad=False)
     outs = []
     for name in ("triton", "reference"):

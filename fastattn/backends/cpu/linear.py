@@ -40,7 +40,7 @@ _IN_16_BITS = {
 
 @functools.cache
 def rule(dtype: torch.dtype) -> evidence.Gemm:
-    """The GEMMs of this dtype on this processor."""
+    """The rule that chooses the GEMM of each product of this dtype on this processor."""
     gemm: evidence.Gemm = evidence.choose("gemm", "cpu", dtype=dtype).use
     if not _IN_16_BITS.get(dtype, True):  # overrides the row for this kind of processor
         return gemm._replace(y="ours", dx="ours", dw="ours", few=32, least=2**14, least_grad=2**14)
@@ -55,41 +55,41 @@ evidence.on_change(rule.cache_clear)
 
 
 def gemm_of(product: str, dtype: torch.dtype, rows: int, work: int) -> str:
-    """The GEMM of one of the products "y", "dx", "dw": of x [rows, K], M·N·K = ``work``."""
+    """The name of the GEMM for a product "y", "dx" or "dw" of x [rows, K]; ``work`` is M·N·K."""
     gemm = rule(dtype)
     if work < max(gemm.least if product == "y" else gemm.least_grad, 1):
         return "torch"
     if product == "y" and rows <= gemm.few:
-        enough = gemm.min_one_row_weight if rows == 1 else rows * gemm.min_few_rows_weight
-        is_ours = work >= enough and (rows == 1 or rows >= gemm.min_few_rows)
+        min_work = gemm.min_one_row_weight if rows == 1 else rows * gemm.min_few_rows_weight
+        is_ours = work >= min_work and (rows == 1 or rows >= gemm.min_few_rows)
         return "ours" if is_ours else "torch"
     if product == "y" and work <= gemm.ours_up_to:
         return "ours"
-    chosen: str = getattr(gemm, product)
-    if chosen == "onednn" and (compat.onednn_linear is None or not torch.backends.mkldnn.enabled):
+    name: str = getattr(gemm, product)
+    if name == "onednn" and (compat.onednn_linear is None or not torch.backends.mkldnn.enabled):
         return "torch"
-    if chosen == "tiles" and rows < gemm.min_tile_rows:
+    if name == "tiles" and rows < gemm.min_tile_rows:
         return "torch"
     if dtype == torch.float32 and allows_bf16_parts():  # PyTorch then multiplies in bfloat16
         return "torch"
-    return chosen
+    return name
 
 
 def faster_than_torch(dtype: torch.dtype) -> Callable[[int, int], Product | None]:
-    """(rows, M·N·K) -> the GEMM of y unless it is PyTorch's; a faster :func:`gemm_of`."""
+    """Return (rows, M·N·K) -> the GEMM of y, or None if PyTorch computes all three products."""
     gemm = rule(dtype)
-    least = max(gemm.least, 1)
+    min_work = max(gemm.least, 1)
     if {*gemm[:3]} == {"torch"} and not gemm.few and not gemm.ours_up_to:
-        least = 2**62
+        min_work = 2**62  # always PyTorch's GEMM
 
     def choose(rows: int, work: int) -> Product | None:
-        if work < least:
+        if work < min_work:
             return None
         name = gemm_of("y", dtype, rows, work)
         if name != "torch":
             return _GEMMS[name]
-        others = torch.is_grad_enabled() and {gemm.dx, gemm.dw} != {"torch"}
-        return _by_torch if others else None
+        own_backward = torch.is_grad_enabled() and {gemm.dx, gemm.dw} != {"torch"}
+        return _by_torch if own_backward else None
 
     return choose
 
@@ -97,7 +97,7 @@ def faster_than_torch(dtype: torch.dtype) -> Callable[[int, int], Product | None
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, options: LinearOptions
 ) -> Tensor:
-    """x [M, K], weight [N, K], bias [N] -> [M, N]"""
+    """Return y [M, N] = x Wᵀ + b, for x [M, K], weight [N, K] and bias [N]."""
     rows = x.shape[0]
     gemm = options.gemm or gemm_of("y", x.dtype, rows, rows * weight.numel())
     return _GEMMS[gemm](x, weight, bias)
@@ -115,14 +115,14 @@ def linear_backward(
     needed, rows = options.needed, x.shape[0]
     work = rows * weight.numel()
 
-    def product(name: str, a: Tensor, b: Tensor) -> Tensor:
+    def multiply(name: str, a: Tensor, b: Tensor) -> Tensor:
         return _GEMMS[options.gemm or gemm_of(name, a.dtype, rows, work)](a, b, None)
 
     dx = dw = db = None
     if needed & 1:
-        dx = product("dx", grad, weight.t())
+        dx = multiply("dx", grad, weight.t())
     if needed & 2:
-        dw = product("dw", grad.t(), x.t())
+        dw = multiply("dw", grad.t(), x.t())
     if needed & 4:
         db = grad.sum(0)
     return dx, dw, db
@@ -130,19 +130,19 @@ def linear_backward(
 
 def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     product: Any = compat.onednn_linear
-    y: Tensor = product(x, weight, bias, "none", [], "")
+    y: Tensor = product(x, weight, bias, "none", [], "")  # no operation is fused after the product
     return y
 
 
 def _by_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _native(x, weight, bias, on_tiles=False)
+    return _run_native(x, weight, bias, on_tiles=False)
 
 
 def _by_tiles(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _native(x if 1 in x.stride() else x.contiguous(), weight, bias, on_tiles=True)
+    return _run_native(x if 1 in x.stride() else x.contiguous(), weight, bias, on_tiles=True)
 
 
-def _native(x: Tensor, weight: Tensor, bias: Tensor | None, *, on_tiles: bool) -> Tensor:
+def _run_native(x: Tensor, weight: Tensor, bias: Tensor | None, *, on_tiles: bool) -> Tensor:
     if x.shape[1] == 0:
         return _by_torch(x, weight, bias)
     if 1 not in weight.stride():
@@ -152,14 +152,14 @@ def _native(x: Tensor, weight: Tensor, bias: Tensor | None, *, on_tiles: bool) -
 
 
 def linear_packed(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor) -> Tensor:
-    """The product on tiles, with ``packed`` of :func:`pack_weight`."""
+    """Compute y on tiles, with ``packed`` from :func:`pack_weight`."""
     x = x if 1 in x.stride() else x.contiguous()
     y: Tensor = _cpu.linear(x, weight, bias, on_tiles=True, packed=packed)
     return y
 
 
 def pack_weight(weight: Tensor) -> Tensor | None:
-    """A copy of a weight in the layout of the tiles; None where they do not multiply it."""
+    """Copy a weight into the layout of the tiles; None if tiles do not compute its products."""
     if rule(weight.dtype).y != "tiles" or 1 not in weight.stride() or weight.numel() == 0:
         return None
     packed: Tensor | None = _cpu.pack_weight(weight)
@@ -179,7 +179,8 @@ _GEMMS: dict[str, Product] = {
 
 
 def gemms_of(dtype: torch.dtype) -> dict[str, Product]:
-    """The GEMMs that multiply this dtype here, by name."""
+    """The GEMMs that can multiply this dtype on this processor, by name."""
     by_onednn = compat.onednn_linear is not None and _IN_16_BITS.get(dtype, dtype.itemsize == 4)
-    runs = {"onednn": by_onednn, "tiles": dtype.itemsize < 8 and _cpu.has_tiles(DTYPES[dtype])}
-    return {name: gemm for name, gemm in _GEMMS.items() if runs.get(name, True)}
+    by_tiles = dtype.itemsize < 8 and _cpu.has_tiles(DTYPES[dtype])
+    available = {"onednn": by_onednn, "tiles": by_tiles}
+    return {name: gemm for name, gemm in _GEMMS.items() if available.get(name, True)}

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fastattn import _cuda
-from fastattn.backends.cuda.operands import launched
+from fastattn.backends.cuda.operands import launch_on_stream
 from fastattn.backends.primitives import EncodeMemoryBackwardOptions
 
-_encode_memory_backward = launched(_cuda.encode_memory_backward)
+_encode_memory_backward = launch_on_stream(_cuda.encode_memory_backward)
 
 
 def encode_memory_backward(
@@ -27,11 +27,11 @@ def encode_memory_backward(
 ) -> Any:
     """Return the gradients of weight and temporal, see ``docs/design.md``."""
     models, rows = tokens.shape[0], options.rows
-    counts = (tokens >= 0) & (tokens < rows)
+    is_word = (tokens >= 0) & (tokens < rows)
     if options.padding_idx is not None:
-        counts &= tokens != options.padding_idx
+        is_word &= tokens != options.padding_idx
     # Padding is sorted after the last row.
-    words, order = torch.where(counts, tokens, rows).flatten(1).sort(stable=True)
+    sorted_rows, order = torch.where(is_word, tokens, rows).flatten(1).sort(stable=True)
     bounds = torch.arange(rows + 1, device=tokens.device).expand(models, -1).contiguous()
-    starts, any_word = torch.searchsorted(words, bounds), counts.any(-1)
+    starts, any_word = torch.searchsorted(sorted_rows, bounds), is_word.any(-1)
     return _encode_memory_backward(grad, tokens, factors, order, starts, any_word, options=options)

@@ -1,4 +1,4 @@
-"""Shared by all adapters: the functions that the native module calls, and where a call runs."""
+"""What the native module calls, and the device and the stream of a call to it."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _cuda.use_torch(torch, compat.exchange_interface, DEVICE)
 _cuda.use_rules(empty_output, summed_to, allows_tf32)
 
 
-def launched(native: Callable[..., Any]) -> Callable[..., Any]:
-    """The native function on the device of its tensors, and on its current stream."""
+def launch_on_stream(native: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a native function, to run on the device of its tensors and on its current stream."""
 
     @functools.wraps(native)
     def launch(*tensors: Tensor | None, **named: Any) -> Any:
-        of = next(x for x in (*tensors, *named.values()) if x is not None)
-        with current(of.device) as place:
+        first_tensor = next(x for x in (*tensors, *named.values()) if x is not None)
+        with current_device(first_tensor.device) as place:
             return native(*tensors, place=place, **named)
 
     return launch
 
 
 @contextlib.contextmanager
-def current(device: torch.device) -> Iterator[tuple[int, int]]:
+def current_device(device: torch.device) -> Iterator[tuple[int, int]]:
     """Make a device current within the block; yield its number and its current stream."""
     if device.type != "cuda":  # the emulator
         yield 0, 0

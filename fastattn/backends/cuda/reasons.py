@@ -19,26 +19,28 @@ _MAX_SENTENCE_WIDTH = 8192  # a block's sums, [4, D] floats, fit in shared memor
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _of_dtype(x: Tensor, *_: Any, **__: Any) -> list[str]:
+def _why_not_dtype(x: Tensor, *_: Any, **__: Any) -> list[str]:
     if x.dtype in _DTYPES:
         return []
     return [f"the dtype {x.dtype} is not one of float32, bfloat16, float16"]
 
 
-def _of_mask(attn_mask: Tensor | None) -> list[str]:
+def _why_not_mask(attn_mask: Tensor | None) -> list[str]:
     if attn_mask is None or attn_mask.dtype in (torch.bool, *_DTYPES):
         return []
     return [f"the mask's dtype {attn_mask.dtype} is not bool, float32, bfloat16 or float16"]
 
 
-def _additive(query: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> list[str]:
-    reasons = _of_dtype(query) + _of_mask(attn_mask)
+def _why_not_additive(
+    query: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any
+) -> list[str]:
+    reasons = _why_not_dtype(query) + _why_not_mask(attn_mask)
     if max(*query.shape, *value.shape[1:]) > _MAX_LENGTH:
         reasons.append(f"a size is greater than {_MAX_LENGTH}")
     return reasons
 
 
-def _attention(
+def _why_not_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -47,7 +49,7 @@ def _attention(
     relative_bias: Tensor | None = None,
     **_: Any,
 ) -> list[str]:
-    reasons = _of_dtype(query) + _of_mask(attn_mask)
+    reasons = _why_not_dtype(query) + _why_not_mask(attn_mask)
     width = max(query.shape[-1], value.shape[-1])
     if width > _MAX_WIDTH:
         reasons.append(f"a head has {width} columns; the kernels take up to {_MAX_WIDTH}")
@@ -60,21 +62,24 @@ def _attention(
     return reasons
 
 
-def _packed(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> list[str]:
+def _why_not_packed(query: Tensor, key: Tensor, value: Tensor, **others: Any) -> list[str]:
     # Not [None], which fails for `explain` if PyTorch was built without this kind of device.
-    return _attention(*(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)), **others)
+    tensors_4d = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    return _why_not_attention(*tensors_4d, **others)
 
 
-def _decode(query: Tensor, key_cache: Tensor, value_cache: Tensor, **others: Any) -> list[str]:
-    reasons = _attention(query, key_cache, value_cache, **others)
-    return reasons + _of_capacity(key_cache, **others)
+def _why_not_decode(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, **others: Any
+) -> list[str]:
+    reasons = _why_not_attention(query, key_cache, value_cache, **others)
+    return reasons + _why_not_capacity(key_cache, **others)
 
 
-def _append(key_cache: Tensor, **others: Any) -> list[str]:
-    return _of_dtype(key_cache) + _of_capacity(key_cache, **others)
+def _why_not_append(key_cache: Tensor, **others: Any) -> list[str]:
+    return _why_not_dtype(key_cache) + _why_not_capacity(key_cache, **others)
 
 
-def _of_capacity(cache: Tensor, block_table: Tensor | None = None, **_: Any) -> list[str]:
+def _why_not_capacity(cache: Tensor, block_table: Tensor | None = None, **_: Any) -> list[str]:
     """Reasons against the number of keys in an entry, or in a row of the block table."""
     capacity = cache.shape[2] * (1 if block_table is None else block_table.shape[1])
     if capacity > _MAX_LENGTH or cache.shape[0] > _MAX_LENGTH:
@@ -82,10 +87,12 @@ def _of_capacity(cache: Tensor, block_table: Tensor | None = None, **_: Any) -> 
     return []
 
 
-def _encoding(weight: Tensor | None = None, grad: Tensor | None = None, **_: Any) -> list[str]:
+def _why_not_encoding(
+    weight: Tensor | None = None, grad: Tensor | None = None, **_: Any
+) -> list[str]:
     x = grad if weight is None else weight  # the backward pass has no weight
     assert x is not None
-    reasons = _of_dtype(x)
+    reasons = _why_not_dtype(x)
     if (width := x.shape[-1]) > _MAX_SENTENCE_WIDTH:
         reasons.append(
             f"a memory has {width} columns; the kernels take up to {_MAX_SENTENCE_WIDTH}"
@@ -93,8 +100,10 @@ def _encoding(weight: Tensor | None = None, grad: Tensor | None = None, **_: Any
     return reasons
 
 
-def _hops(query: Tensor, in_memory: Tensor, *, options: MemoryHopOptions, **_: Any) -> list[str]:
-    reasons = _of_dtype(query)
+def _why_not_hops(
+    query: Tensor, in_memory: Tensor, *, options: MemoryHopOptions, **_: Any
+) -> list[str]:
+    reasons = _why_not_dtype(query)
     width = query.shape[-1]
     if width > _MAX_HOP_WIDTH:
         reasons.append(f"a memory has {width} columns; the kernels take up to {_MAX_HOP_WIDTH}")
@@ -103,20 +112,20 @@ def _hops(query: Tensor, in_memory: Tensor, *, options: MemoryHopOptions, **_: A
     return reasons
 
 
-def _retrieval(state: Tensor, stored: Tensor, **_: Any) -> list[str]:
-    return _hops(state, stored, options=MemoryHopOptions())
+def _why_not_retrieval(state: Tensor, stored: Tensor, **_: Any) -> list[str]:
+    return _why_not_hops(state, stored, options=MemoryHopOptions())
 
 
 # why_not(**tensors, options=...)
 REASONS: dict[str, Callable[..., list[str]]] = {
-    "additive_attention": _additive,
-    "append_to_cache": _append,
-    "decode_attention": _decode,
-    "encode_memory": _encoding,
-    "hopfield_retrieve": _retrieval,
-    "memory_hop_attention": _hops,
-    "merge_states": lambda out_a, **_: _of_dtype(out_a),
-    "scaled_dot_product_attention": _attention,
-    "sinusoidal_encoding": _of_dtype,
-    "varlen_attention": _packed,
+    "additive_attention": _why_not_additive,
+    "append_to_cache": _why_not_append,
+    "decode_attention": _why_not_decode,
+    "encode_memory": _why_not_encoding,
+    "hopfield_retrieve": _why_not_retrieval,
+    "memory_hop_attention": _why_not_hops,
+    "merge_states": lambda out_a, **_: _why_not_dtype(out_a),
+    "scaled_dot_product_attention": _why_not_attention,
+    "sinusoidal_encoding": _why_not_dtype,
+    "varlen_attention": _why_not_packed,
 }

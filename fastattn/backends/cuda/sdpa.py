@@ -11,12 +11,12 @@ from torch import Tensor
 
 from fastattn import _cuda
 from fastattn.backends._partial import backward_of_part
-from fastattn.backends.cuda.operands import launched
+from fastattn.backends.cuda.operands import launch_on_stream
 from fastattn.backends.primitives import AttentionBackwardOptions, VarlenOptions
 
-scaled_dot_product_attention = launched(_cuda.scaled_dot_product_attention)
-_attention_backward = launched(_cuda.scaled_dot_product_attention_backward)
-_varlen_backward = launched(_cuda.varlen_attention_backward)
+scaled_dot_product_attention = launch_on_stream(_cuda.scaled_dot_product_attention)
+_attention_backward = launch_on_stream(_cuda.scaled_dot_product_attention_backward)
+_varlen_backward = launch_on_stream(_cuda.varlen_attention_backward)
 
 
 @backward_of_part(scaled_dot_product_attention)
@@ -25,10 +25,10 @@ def scaled_dot_product_attention_backward(
     *tensors: Tensor | None, options: AttentionBackwardOptions
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key, value, mask, sinks and relative bias, or None."""
-    lse, biases = tensors[10], tensors[11:]
+    lse, *biases = tensors[10:]
     assert lse is not None
-    *grads, stats, of_table = _attention_backward(*tensors, options=options)
-    return *grads, _grad_of_sinks(biases, lse, stats), of_table
+    *grads, stats, grad_table = _attention_backward(*tensors, options=options)
+    return *grads, _grad_of_sinks(biases, lse, stats), grad_table
 
 
 @functools.wraps(_varlen_backward)
@@ -36,17 +36,17 @@ def varlen_attention_backward(
     *tensors: Tensor | None, options: VarlenOptions
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key, value, sinks and relative bias, or None."""
-    lse, biases = tensors[10], tensors[11:]
+    lse, *biases = tensors[10:]
     assert lse is not None
-    *grads, stats, of_table = _varlen_backward(*tensors, options=options)
-    return *grads, _grad_of_sinks(biases, lse[None], stats[None]), of_table
+    *grads, stats, grad_table = _varlen_backward(*tensors, options=options)
+    return *grads, _grad_of_sinks(biases, lse[None], stats[None]), grad_table
 
 
 def _grad_of_sinks(biases: Any, lse: Tensor, stats: Tensor) -> Tensor | None:
     """Return the gradient of sinks [B|1, Hq] from lse [B, Hq, Lq] and stats [B, Hq, Lq, 4].
 
-    The sum of e^(sink - lse) (dlse - delta) over the rows; ``stats`` come from the backward kernel.
-    The sinks are the first of the biases.
+    The sum of e^(sink - lse) (dlse - delta) over the rows. ``stats`` come from the backward kernel:
+    lse in two parts, delta - dlse, and its remainder. The sinks are the first of the biases.
     """
     if not biases or biases[0] is None:
         return None

@@ -25,34 +25,34 @@ def visible_by_program(
     padded_q, padded_k = ((-(-n // PADDING) + extra_blocks) * PADDING for n in (q_len, k_len))
     keys = torch.arange(k_len, device=program.device) if packed_keys is None else packed_keys
     stack: list[Tensor] = []
-    for kind, negated, rows, heads, block_q, block_k, partial in steps:
+    for kind, negated, leaf_batch, leaf_heads, block_q, block_k, partial in steps:
         if kind in (Kind.ALL_OF, Kind.ANY_OF):
             b, a = stack.pop(), stack.pop()
             stack.append(a & b if kind == Kind.ALL_OF else a | b)
             continue
         if kind == Kind.INTERVAL:
-            data, unread = _split(unread, rows, 2, padded_q)
+            data, unread = _take(unread, leaf_batch, 2, padded_q)
             low, high = data[:, :, :q_len, None].unbind(1)
-            leaf_pairs = ((low <= keys) & (keys < high))[:, None]
+            visible = ((low <= keys) & (keys < high))[:, None]
         elif kind == Kind.IDS:
-            data, unread = _split(unread, rows, padded_q + padded_k)
+            data, unread = _take(unread, leaf_batch, padded_q + padded_k)
             query_ids, key_ids = data[:, :q_len], data[:, padded_q : padded_q + k_len]
-            leaf_pairs = (query_ids[:, :, None] == key_ids[:, None, :])[:, None]
+            visible = (query_ids[:, :, None] == key_ids[:, None, :])[:, None]
         else:
-            states, unread = _split(unread, rows, heads, -(-q_len // block_q), -(-k_len // block_k))
-            words, unread = _split(unread, partial, block_k, -(-block_q // 32))
-            leaf_pairs = _blocks(states, words, block_q)[..., :q_len, :k_len]
-        stack.append(~leaf_pairs if negated else leaf_pairs)
-    (leaf_pairs,) = stack
-    return (
-        leaf_pairs
-        if leaf_pairs.shape[0] in (1, batch)
-        else leaf_pairs.repeat(batch // leaf_pairs.shape[0], 1, 1, 1)
-    )
+            states, unread = _take(
+                unread, leaf_batch, leaf_heads, -(-q_len // block_q), -(-k_len // block_k)
+            )
+            words, unread = _take(unread, partial, block_k, -(-block_q // 32))
+            visible = _pairs_of_blocks(states, words, block_q)[..., :q_len, :k_len]
+        stack.append(~visible if negated else visible)
+    (visible,) = stack
+    if visible.shape[0] in (1, batch):
+        return visible
+    return visible.repeat(batch // visible.shape[0], 1, 1, 1)
 
 
-def _blocks(states: Tensor, words: Tensor, block_q: int) -> Tensor:
-    """States [B, H, M, N] and bits [n, block_k, words] as pairs [B, H, M block_q, N block_k]."""
+def _pairs_of_blocks(states: Tensor, words: Tensor, block_q: int) -> Tensor:
+    """Expand states [B, H, M, N] and bits [n, block_k, words] to [B, H, M block_q, N block_k]."""
     bits = words[..., None] >> torch.arange(32, device=words.device) & 1  # [n, block_k, words, 32]
     partial = bits.flatten(2)[:, :, :block_q].mT.bool()
     empty_and_full = torch.zeros(2, *partial.shape[1:], dtype=torch.bool, device=words.device)
@@ -61,7 +61,7 @@ def _blocks(states: Tensor, words: Tensor, block_q: int) -> Tensor:
     return tiles.transpose(3, 4).flatten(4, 5).flatten(2, 3)
 
 
-def _split(data: Tensor, *shape: int) -> tuple[Tensor, Tensor]:
-    """The first elements, in this shape, and the others."""
+def _take(data: Tensor, *shape: int) -> tuple[Tensor, Tensor]:
+    """Return the first elements of ``data`` in this shape, and the other elements."""
     size = torch.Size(shape).numel()
     return data[:size].view(shape), data[size:]

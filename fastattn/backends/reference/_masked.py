@@ -14,7 +14,10 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def visible_pairs(distance: Tensor, mask: Tensor | None, left: int, right: int) -> Tensor | None:
-    """Return which pairs take part, broadcastable to [B, Hq, Lq, Lk]; None if all of them do."""
+    """Return which pairs are visible, broadcastable to [B, Hq, Lq, Lk]; None if all pairs are.
+
+    A pair is visible if ``-right <= distance <= left`` (-1: no limit), unless the mask excludes it.
+    """
     conditions: list[Tensor] = []
     conditions += [distance <= left] if left >= 0 else []
     conditions += [distance >= -right] if right >= 0 else []
@@ -47,13 +50,13 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     )
 
 
-def finite(x: Tensor) -> Tensor:
-    """x with 0 for NaN and inf, so it is safe to multiply by a zero weight or a zero gradient."""
+def replace_nonfinite(x: Tensor) -> Tensor:
+    """x with 0 for NaN and inf, so that its product with a zero weight or gradient is 0."""
     return torch.where(torch.isfinite(x), x, 0.0)
 
 
 def dot_products(q: Tensor, k: Tensor, guarded: bool) -> Tensor:
-    """q_i . k_j [B, Hq, Lq, Lk].
+    """q_i . k_j [B, Hq, Lq, Lk], ``guarded`` if some pairs are excluded.
 
     A selection drops excluded products later. This does not work for the derivatives, dq_i =
     sum_j ds_ij k_j and dk_j = sum_i ds_ij q_i: there an excluded pair has ds_ij = 0, and 0 * NaN is
@@ -64,7 +67,7 @@ def dot_products(q: Tensor, k: Tensor, guarded: bool) -> Tensor:
     if not guarded:
         return dots
     not_finite = torch.where(torch.isfinite(dots), 0.0, dots).detach()
-    return matmul(finite(q), finite(k).transpose(-2, -1)) + not_finite
+    return matmul(replace_nonfinite(q), replace_nonfinite(k).transpose(-2, -1)) + not_finite
 
 
 def softmax(s: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,9 +94,9 @@ def weighted_sum(w: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     -inf terms only -inf, and with both NaN.
     """
     nan = torch.isnan(v)
-    pushes = torch.cat([(v == INF) | nan, (v == -INF) | nan], dim=-1)  # [B, Hkv, Lk, 2 * Dv]
-    up, down = (matmul(visible.to(w.dtype), pushes.to(w.dtype)) > 0).chunk(2, dim=-1)
+    infinities = torch.cat([(v == INF) | nan, (v == -INF) | nan], dim=-1)  # [B, Hkv, Lk, 2 * Dv]
+    up, down = (matmul(visible.to(w.dtype), infinities.to(w.dtype)) > 0).chunk(2, dim=-1)
     infinite = torch.where(up, INF, 0.0) - torch.where(down, INF, 0.0)
     # The weights sum to 1, so the product keeps the value, and the row's gradient is not finite.
-    poison = torch.where(infinite == 0, 0.0, infinite.to(w.dtype) * w.sum(-1, keepdim=True))
-    return matmul(w, finite(v)) + poison
+    nonfinite_part = torch.where(infinite == 0, 0.0, infinite.to(w.dtype) * w.sum(-1, keepdim=True))
+    return matmul(w, replace_nonfinite(v)) + nonfinite_part

@@ -44,14 +44,14 @@ def decode_attention(
     block table, without the first cache_leftpad[b]. Its last query is at the position of the last
     of these keys. A row of a quantised cache is multiplied by its scale.
     """
-    _check_places(key_cache, cache_seqlens, block_table, cache_batch_idx)
-    key, value = (_of_sequences(x, query, block_table, cache_batch_idx) for x in (
+    _check_cache_rows(key_cache, cache_seqlens, block_table, cache_batch_idx)
+    key, value = (_rows_of_sequences(x, query, block_table, cache_batch_idx) for x in (
         key_cache, value_cache))  # fmt: skip
     if key_scales is not None and value_scales is not None:
         compute = compute_dtype(query.dtype)
         scales = {"key_scales": key_scales, "value_scales": value_scales}
         lookup = (query, block_table, cache_batch_idx)
-        row_scales = {name: _of_sequences(x[..., None], *lookup) for name, x in scales.items()}
+        row_scales = {name: _rows_of_sequences(x[..., None], *lookup) for name, x in scales.items()}
         check_scales(row_scales, key_cache.dtype, cache_seqlens, cache_leftpad)
         key = key.to(compute) * row_scales["key_scales"].to(compute)
         value = value.to(compute) * row_scales["value_scales"].to(compute)
@@ -69,7 +69,7 @@ def decode_attention(
         value,
         filled,
         alibi_slopes,
-        None,
+        None,  # no seed of dropout
         AttentionOptions(**vars(options)),
         distance=distance,  # [B, 1, Lq, N]
         sinks=sinks,
@@ -99,14 +99,14 @@ def append_to_cache(
 ) -> Tensor | None:
     """Append the new keys and values to each sequence, in place.
 
-    With tables of angles the keys are rotated before; return the rotated queries. Quantised caches
-    get quantised rows and their scales.
+    With tables of angles, the keys are rotated first; return the rotated queries. Quantised caches
+    store quantised rows and their scales.
     """
-    _check_places(key_cache, cache_seqlens, block_table, cache_batch_idx, key.shape[2])
+    _check_cache_rows(key_cache, cache_seqlens, block_table, cache_batch_idx, key.shape[2])
     if key_scales is not None and value_scales is not None:
         scales = {"key_scales": key_scales, "value_scales": value_scales}
         lookup = (key, block_table, cache_batch_idx)
-        row_scales = {name: _of_sequences(x[..., None], *lookup) for name, x in scales.items()}
+        row_scales = {name: _rows_of_sequences(x[..., None], *lookup) for name, x in scales.items()}
         check_scales(row_scales, key_cache.dtype, cache_seqlens, cache_leftpad)
         compute = compute_dtype(key.dtype)
         key, value = key.to(compute), value.to(compute)  # rounded once, when they are quantised
@@ -141,9 +141,9 @@ def append_to_cache(
 
 
 def quantise(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
-    """Rows [..., D] as int8 or fp8 [..., D] and their scales [...], float32.
+    """Return rows [..., D] as int8 or fp8 [..., D], and their scales [...] in float32.
 
-    The largest element becomes the largest number of the dtype.
+    The largest magnitude of each row becomes the largest number of the dtype.
     """
     min_scale, largest = torch.finfo(torch.float32).tiny, QUANTISED[dtype]
     if x.shape[-1] == 0:
@@ -159,18 +159,18 @@ def check_scales(
     scales: Mapping[str, Tensor],  # [B, Hkv, keys, 1]
     dtype: torch.dtype,  # of the caches
     lengths: Tensor,  # [B]
-    begins: Tensor | None,  # [B]
+    starts: Tensor | None,  # [B]
 ) -> None:
     """Raise an error for a scale that is not positive and finite, on the CPU in eager execution."""
     max_scale = largest_scale(dtype)
-    allowed = "finite" if dtype == torch.int8 else f"at most {_short(max_scale)} for e4m3"
+    allowed = "finite" if dtype == torch.int8 else f"at most {_two_digits(max_scale)} for e4m3"
     for name, x in scales.items():
         if not (x.is_cpu and runs_eagerly(x)):
             return
         row = torch.arange(x.shape[2], device=x.device)
         inside = row < lengths[:, None]
-        if begins is not None:
-            inside &= row >= begins[:, None]
+        if starts is not None:
+            inside &= row >= starts[:, None]
         valid = (x[..., 0] > 0) & (x[..., 0] <= max_scale)
         invalid = (~valid & inside[:, None]).nonzero()
         if invalid.numel():
@@ -181,7 +181,7 @@ def check_scales(
             )
 
 
-def _short(x: float) -> str:
+def _two_digits(x: float) -> str:
     """x with two digits, such as 7.6e35."""
     return f"{x:.2g}".replace("e+", "e")
 
@@ -196,18 +196,18 @@ def _check_finite(
         if x.is_cpu and runs_eagerly(x) and not bool(fits):
             raise ValueError(
                 f"{name} must be finite to be quantised, and its elements at most "
-                f"{_short(limit * QUANTISED[dtype])}, got inf, NaN or more"
+                f"{_two_digits(limit * QUANTISED[dtype])}, got inf, NaN or more"
             )
 
 
-def _check_places(
+def _check_cache_rows(
     cache: Tensor,  # [E, Hkv, N, D]
     lengths: Tensor,  # [B], before the new rows
     table: Tensor | None,  # [B, P]
     entries: Tensor | None,  # [B]
     new: int = 0,  # rows to append
 ) -> None:
-    """Raise an error for a missing page or entry, or a row that would be written twice.
+    """Raise an error for a page or entry outside the cache, or a row that would be written twice.
 
     Checked only on the CPU in eager execution.
     """
@@ -216,17 +216,17 @@ def _check_places(
     count, page, device = cache.shape[0], cache.shape[2], lengths.device
     if table is None:
         chosen = torch.arange(lengths.shape[0], device=device) if entries is None else entries
-        wrong = chosen[(chosen < 0) | (chosen >= count)]
-        if wrong.numel():
+        invalid = chosen[(chosen < 0) | (chosen >= count)]
+        if invalid.numel():
             raise ValueError(
                 f"cache_batch_idx must name one of the {count} entries of the cache, got "
-                f"{int(wrong[0])}"
+                f"{int(invalid[0])}"
             )
         return
     used = torch.arange(table.shape[1], device=device) * page < (lengths + new)[:, None]
-    wrong = table[used & ((table < 0) | (table >= count))]
-    if wrong.numel():
-        raise ValueError(f"block_table must name one of the {count} pages, got {int(wrong[0])}")
+    invalid = table[used & ((table < 0) | (table >= count))]
+    if invalid.numel():
+        raise ValueError(f"block_table must name one of the {count} pages, got {int(invalid[0])}")
     at = lengths[:, None] + torch.arange(new, device=device)
     rows = table.long().gather(1, at // max(page, 1)) * page + at % max(page, 1)
     written, counts = rows.unique(return_counts=True)
@@ -239,32 +239,32 @@ def _check_places(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """The rows of x [B, H, L, D], rotated by the angles of cos and sin [B, L, R / 2].
+    """Rotate the first R columns of x [B, H, L, D] by angles with cos and sin [B, L, R / 2].
 
-    The columns (a, b) of a pair become (a cos - b sin, a sin + b cos).
+    Two columns (a, b), paired as ``interleaved`` says, become (a cos - b sin, a sin + b cos).
     """
     compute = compute_dtype(x.dtype)
     cos, sin = cos.to(compute)[:, None], sin.to(compute)[:, None]
-    pairs = cos.shape[-1]
-    rotating, unrotated = x[..., : 2 * pairs].to(compute), x[..., 2 * pairs :]
-    of_pairs = rotating.unflatten(-1, (pairs, 2) if interleaved else (2, pairs))
-    a, b = of_pairs.unbind(-1 if interleaved else -2)
-    both = torch.stack([a * cos - b * sin, a * sin + b * cos], -1 if interleaved else -2)
-    return torch.cat([both.flatten(-2).to(x.dtype), unrotated], -1)
+    pair_count = cos.shape[-1]
+    rotating, unrotated = x[..., : 2 * pair_count].to(compute), x[..., 2 * pair_count :]
+    columns = rotating.unflatten(-1, (pair_count, 2) if interleaved else (2, pair_count))
+    a, b = columns.unbind(-1 if interleaved else -2)
+    rotated = torch.stack([a * cos - b * sin, a * sin + b * cos], -1 if interleaved else -2)
+    return torch.cat([rotated.flatten(-2).to(x.dtype), unrotated], -1)
 
 
-def _of_sequences(
+def _rows_of_sequences(
     cache: Tensor, query: Tensor, block_table: Tensor | None, entries: Tensor | None
 ) -> Tensor:
-    """The keys of every sequence in order, [B, Hkv, P * N, D]."""
+    """The keys of every sequence in order, [B, Hkv, N of an entry or P * N of all pages, D]."""
     if block_table is not None:
         # Page numbers beyond a sequence's length may be invalid; no query can see those keys.
         pages = block_table.long().clamp(0, max(cache.shape[0] - 1, 0))
-        return elements(cache, pages).transpose(1, 2).flatten(2, 3)
-    return cache[: query.shape[0]] if entries is None else elements(cache, entries)
+        return index_cache(cache, pages).transpose(1, 2).flatten(2, 3)
+    return cache[: query.shape[0]] if entries is None else index_cache(cache, entries)
 
 
-def elements(cache: Tensor, *index: Any) -> Tensor:
+def index_cache(cache: Tensor, *index: Any) -> Tensor:
     """``cache[index]``; by bytes for fp8, which PyTorch 2.6 to 2.8 cannot index on the CPU."""
     if cache.dtype == torch.float8_e4m3fn:
         return cache.view(torch.uint8)[index].view(cache.dtype)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends._score_program import FIELDS, FLAGS, HEADER, Flag, evaluated
+from fastattn.backends._score_program import FIELDS, FLAGS, HEADER, Flag, evaluate
 from fastattn.backends.primitives import AttentionOptions, FlexOptions
 from fastattn.backends.reference._vjp import gradients
 from fastattn.backends.reference.sdpa import attend
@@ -36,14 +36,9 @@ def flex_attention(
     """Return ``(out [B, Hq, Lq, Dv], lse [B, Hq, Lq])``, see the equations above."""
     modify = functools.partial(modified_scores, score_program, score_data)
     attention_options = AttentionOptions(scale=options.scale)
+    no_biases = (None, None, None)  # no mask, slopes or seed
     out, lse, _ = attend(
-        query,
-        key,
-        value,
-        None,
-        None,
-        None,
-        attention_options,
+        *(query, key, value, *no_biases, attention_options),
         mask_program=mask_program,
         modify=modify,
     )
@@ -65,26 +60,29 @@ def flex_attention_backward(
     options: FlexOptions,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key, value and score_data, differentiable again."""
-    function = functools.partial(flex_attention, options=options)
+    forward = functools.partial(flex_attention, options=options)
     tensors = (query, key, value, score_program, score_data, mask_program)
-    needed = (0, 1, 2, 4) if int(score_program[FLAGS]) & Flag.SCATTERS else (0, 1, 2)
-    grads = gradients(function, tensors, needed, (grad_out, grad_lse))
+    needed = (0, 1, 2, 4) if int(score_program[FLAGS]) & Flag.SCATTERS else (0, 1, 2)  # 4: data
+    grads = gradients(forward, tensors, needed, (grad_out, grad_lse))
     return *grads[:3], grads[4]
 
 
 def modified_scores(program: Any, data: Tensor | None, score: Tensor) -> Tensor:
-    """The program's value for scores [B, Hq, Lq, Lk]; in ONNX its parts, for entries 0, 1, ..."""
+    """Modify scores [B, Hq, Lq, Lk] by a program, or by its parts if ONNX exports the call.
+
+    The parts are the words of the program, its named numbers and the captured integers.
+    """
     b, h, q, k = (
         torch.arange(size, device=score.device).view([-1 if n == d else 1 for n in range(4)])
         for d, size in enumerate(score.shape)
     )
     if isinstance(program, Tensor):
         header = [int(n) for n in program[:HEADER]]
-        steps = HEADER + header[0] + FIELDS * sum(header[1:6])
-        *numbers, captured = program.tensor_split((steps, steps + header[-1]))
+        end = HEADER + header[0] + FIELDS * sum(header[1:6])  # of the steps of all five sections
+        *parts, captured = program.tensor_split((end, end + header[-1]))
         # One by one: `tolist` fails within `torch.func.vjp` of PyTorch 2.6 to 2.8.
-        words, (batch, _, _, *named) = ([int(n) for n in part] for part in numbers)
+        words, (batch, _, _, *named) = ([int(n) for n in part] for part in parts)
         program, b = (words, named, captured.long()), b % batch
     words, named, captured = program
-    value = evaluated(words, named, data, captured, score, (b, h, q, k))
+    value = evaluate(words, named, data, captured, score, (b, h, q, k))
     return torch.broadcast_to(value, score.shape)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends.primitives import HopfieldBackwardOptions, HopfieldOptions
-from fastattn.backends.reference._masked import compute_dtype, finite
+from fastattn.backends.reference._masked import compute_dtype, replace_nonfinite
 from fastattn.backends.reference._vjp import gradients
 from fastattn.backends.reference.memory_hops import _attend
 
@@ -59,34 +59,35 @@ def hopfield_states(
     taken: Tensor | None = None,
     read: Callable[..., tuple[Tensor, Any, Any]] = _attend,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``hopfield_retrieve``, in the computation's dtype; ``taken`` may fix each query's steps.
+    """As ``hopfield_retrieve``, in the dtype of the computation.
 
-    ``read`` is how a step reads the patterns. The implicit derivative needs p of all patterns.
+    With ``taken``, each query takes that many steps. A step reads the patterns by the function
+    ``read``, which must return the weights p of all patterns for the implicit derivative.
     """
     compute = compute_dtype(state.dtype)
     rows = stored.to(compute)
     key_rows = rows if keys is None else keys.to(compute)
 
     def update(xi: Tensor) -> tuple[Tensor, Tensor]:
-        """One step, xi and p."""
+        """Take one step from xi; return the new xi, and the weights p."""
         xi, _, p = read(xi, key_rows, rows, mask, bias, options.scale)
         return xi, p
 
     start = state.to(compute)
-    unrolled, counted, before = _descend(update, start, options, taken)
+    unrolled, steps, before = _iterate(update, start, options, taken)
     last = unrolled.detach()
     ends = torch.stack([before, last], -2)
     if options.grad == "unroll":
-        return unrolled, counted, ends
+        return unrolled, steps, ends
     if options.grad == "one_step":
-        return _with_value(last, update(before)[0]), counted, ends
+        return _with_value(last, update(before)[0]), steps, ends
 
     # Newton's method from the solution: a step reduces the error from h to h^2, so two steps are
     # exact to third order.
-    key_rows, rows = finite(key_rows), finite(rows)
+    key_rows, rows = replace_nonfinite(key_rows), replace_nonfinite(rows)
     one = torch.eye(state.shape[-1], dtype=compute, device=state.device)
 
-    def slope(xi: Tensor) -> tuple[Tensor, Tensor]:
+    def value_and_slope(xi: Tensor) -> tuple[Tensor, Tensor]:
         """f(xi) and its slope 1 - J, [G, Q, D] and [G, Q, D, D]."""
         o, p = update(xi)
         mean = p @ key_rows
@@ -94,18 +95,19 @@ def hopfield_states(
         return o, one - options.scale * (spread - o.unsqueeze(-1) * mean.unsqueeze(-2))  # f, 1 - J
 
     with torch.no_grad():
-        matrix = slope(last)[1]
+        matrix = value_and_slope(last)[1]
         minimum = torch.linalg.cholesky_ex((matrix + matrix.mT) / 2).info == 0
-        minimum &= counted > 0
-        # The residual of `last`: without it, `last` is the solution. Constant in forward mode too.
+        minimum &= steps > 0
+        # Newton's method solves f(xi) - xi = residual, so that `last` is its exact solution. The
+        # residual is constant in forward mode, too.
         residual = (update(last)[0] - last).detach()
     xi = last
     for _ in range(2):
-        o, matrix = slope(xi)
+        o, matrix = value_and_slope(xi)
         matrix = torch.where(minimum[..., None, None], matrix, one)
         xi = xi + torch.linalg.solve(matrix, (o - xi - residual).unsqueeze(-1)).squeeze(-1)
     solved = torch.where(minimum[..., None], xi, unrolled)
-    return _with_value(last, solved), counted, ends
+    return _with_value(last, solved), steps, ends
 
 
 def hopfield_retrieve_backward(
@@ -130,7 +132,7 @@ def hopfield_retrieve_backward(
         xi, *_ = hopfield_states(state, stored, keys, mask, bias, options, taken)
         return (xi.to(state.dtype),)
 
-    # With "one_step", the initial state is a constant.
+    # Of state, stored, keys and bias. With "one_step", the initial state is a constant.
     needed = [n for bit, n in enumerate((0, 1, 2, 4)) if n == 0 or options.needed >> bit & 1]
     needed = needed[1:] if options.grad == "one_step" else needed
     grads = gradients(forward, (state, stored, keys, mask, bias), needed, (grad_out,))
@@ -138,13 +140,13 @@ def hopfield_retrieve_backward(
     return grad_state, grads[1], grads[2], grads[4]
 
 
-def _descend(
+def _iterate(
     update: Callable[[Tensor], tuple[Tensor, Tensor]],
     xi: Tensor,
     options: HopfieldOptions,
     taken: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the last xi (differentiable), the number of steps, and the xi before it."""
+    """Return the last xi (differentiable), the steps of each query, and the xi before the last."""
     steps = torch.zeros(xi.shape[:-1], dtype=torch.int64, device=xi.device)
     before = xi.detach()
     tolerance = _ULPS * torch.finfo(xi.dtype).eps
@@ -152,30 +154,32 @@ def _descend(
     step, together = 0, options.together
     while step != options.steps_max and bool(_any_of_all(moving)):
         step += 1
-        new = update(xi)[0]
+        next_xi = update(xi)[0]
         with torch.no_grad():
             active = moving[..., None]
             before = torch.where(active, xi.detach(), before)
             if taken is None:
-                heads = (-1, xi.shape[1] // together, together * xi.shape[2])
-                moved_squared = (new - xi).detach().double().reshape(heads).square().sum(-1)
-                length_squared = new.detach().double().reshape(heads).square().sum(-1)
-                moved = moved_squared > torch.clamp(
+                grouped_shape = (-1, xi.shape[1] // together, together * xi.shape[2])
+                moved_squared, length_squared = (
+                    x.detach().double().reshape(grouped_shape).square().sum(-1)
+                    for x in (next_xi - xi, next_xi)
+                )
+                moves = moved_squared > torch.clamp(
                     tolerance * tolerance * length_squared, min=options.eps * options.eps
                 )
-                moved = moved.repeat_interleave(together, 1)
-                steps = torch.where(moving, torch.where(moved, -step, step), steps)
-                next_moving = moving & moved
+                moves = moves.repeat_interleave(together, 1)
+                steps = torch.where(moving, torch.where(moves, -step, step), steps)
+                next_moving = moving & moves
             else:
                 next_moving = taken.abs() > step
-        xi = torch.where(active, new, xi)
+        xi = torch.where(active, next_xi, xi)
         moving = next_moving
     return xi, steps if taken is None else taken, before
 
 
 @torch.library.custom_op("fastattn::any_of_all", mutates_args=())
 def _any_of_all(x: Tensor) -> Tensor:
-    """Whether any element is True, over all examples under ``torch.vmap``: a loop condition."""
+    """Whether any element is True, of all examples under ``torch.vmap``; a condition of a loop."""
     return x.any()
 
 
@@ -190,5 +194,5 @@ def _(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, None]:
 
 
 def _with_value(value: Tensor, derivative: Tensor) -> Tensor:
-    """``value``, with the derivative of ``derivative``."""
+    """Return ``value`` with the derivative of the tensor ``derivative``."""
     return value + (derivative - derivative.detach())

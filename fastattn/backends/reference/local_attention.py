@@ -33,23 +33,23 @@ def local_attention(
     bell_inputs = (positions,) if options.bell else ()
     nan_in_out = nan_where_lost(positions, padding, query, (key, value), *bell_inputs)
     compute, keys, reach = compute_dtype(query.dtype), key.shape[1], options.reach
-    p = positions.detach()[..., None]
-    first = torch.ceil(p - reach).clamp(0, keys).long()
-    j = first + torch.arange(options.rows(keys), device=query.device)
-    visible = (j >= 0) & (j < keys) & (j <= p + reach)
+    position = positions.detach()[..., None]
+    first_key = torch.ceil(position - reach).clamp(0, keys).long()
+    j = first_key + torch.arange(options.window_size(keys), device=query.device)
+    visible = (j >= 0) & (j < keys) & (j <= position + reach)
     if keys == 0:  # nothing to gather from, but the derivatives need the right shapes
         key, value = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
         padding = None
-    at = torch.where(visible, j, 0)
+    index = torch.where(visible, j, 0)
     if padding is not None:
-        visible = visible & ~padding[:, None].expand(-1, at.shape[1], -1).gather(2, at)
+        visible = visible & ~padding[:, None].expand(-1, index.shape[1], -1).gather(2, index)
     with without_autocast(query.device.type):
         keys_in_window, values = (
             torch.where(
                 visible[..., None],
                 x.to(compute)[:, None]
-                .expand(-1, at.shape[1], -1, -1)
-                .gather(2, at[..., None].expand(*at.shape, x.shape[2])),
+                .expand(-1, index.shape[1], -1, -1)
+                .gather(2, index[..., None].expand(*index.shape, x.shape[2])),
                 0.0,
             )
             for x in (key, value)

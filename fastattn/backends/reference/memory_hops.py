@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fastattn.backends.primitives import AttentionOptions, MemoryHopOptions
-from fastattn.backends.reference._masked import INF, compute_dtype, dot_products, finite
+from fastattn.backends.reference._masked import INF, compute_dtype, dot_products, replace_nonfinite
 from fastattn.backends.reference._vjp import backward_of
 from fastattn.backends.reference.sdpa import attend
 
@@ -74,8 +74,8 @@ def hop_states(
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """Return u_1, o_1, u_2, ..., u_K+1 as the query, lse [...] and p [..., N] of each hop.
 
-    ``read`` is how a hop reads the memory, with the arguments and results of :func:`_attend`; lse
-    and p may be None.
+    A hop reads the memory by the function ``read``, with the arguments and results of
+    :func:`_attend`; lse and p may be None.
     """
     if read is None:
         read = _attend if options.normalize == "softmax" else _weigh
@@ -90,8 +90,8 @@ def hop_states(
             rows_out = _memory_of_hop(out_memory, hop).to(compute)
         else:  # the next memory of a stack; a single memory is its own output
             rows_out = _memory_of_hop(in_memory, hop + 1).to(compute)
-        mask = None if memory_mask is None else _of_hop(memory_mask, hop, 2)  # [B|1, Q|1, N|1]
-        bias = None if memory_bias is None else _of_hop(memory_bias, hop, 2)
+        mask = None if memory_mask is None else _of_hop(memory_mask, hop)  # [B|1, Q|1, N|1]
+        bias = None if memory_bias is None else _of_hop(memory_bias, hop)
         o, lse, p = read(u, rows_in, rows_out, mask, bias, options.scale)
         if hop_proj is not None:
             projection = (hop_proj if hop_proj.ndim == 2 else hop_proj[hop]).to(compute)
@@ -103,8 +103,8 @@ def hop_states(
     if query.ndim == 3:
         return trace, lses, probabilities
     states = (trace, lses, probabilities)
-    first = [[None if x is None else x[:, 0] for x in results] for results in states]
-    return first[0], first[1], first[2]
+    first_query = [[None if x is None else x[:, 0] for x in results] for results in states]
+    return first_query[0], first_query[1], first_query[2]
 
 
 memory_hop_attention_backward = backward_of(
@@ -121,9 +121,9 @@ def _memory_of_hop(memory: Tensor, hop: int) -> Tensor:
     return memory if memory.ndim == 3 else memory[:, hop]
 
 
-def _of_hop(x: Tensor, hop: int, dim: int) -> Tensor:
-    """The entry of x for this hop; x may have a single entry for all hops."""
-    return x.select(dim, hop if x.shape[dim] > 1 else 0)
+def _of_hop(x: Tensor, hop: int) -> Tensor:
+    """The mask or bias [B|1, Q|1, N|1] of this hop, of x [B|1, Q|1, K|1, N|1]."""
+    return x.select(2, hop if x.shape[2] > 1 else 0)
 
 
 def _attend(
@@ -134,7 +134,7 @@ def _attend(
     bias: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """o, lse and p of a hop: attention of one head."""
+    """Return o, lse and p of a hop: attention of one head."""
     added = mask if bias is None else bias
     if mask is not None and bias is not None:
         added = torch.where(mask, bias, -INF)
@@ -145,8 +145,8 @@ def _attend(
         rows_in[:, None],
         rows_out[:, None],
         None if added is None else added[:, None],
-        None,
-        None,
+        None,  # no slopes
+        None,  # no seed of dropout
         AttentionOptions(scale=scale),
     )
     return o[:, 0], lse[:, 0], p[:, 0]
@@ -160,7 +160,7 @@ def _weigh(
     bias: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A hop without softmax: the scores are the weights, 0 where excluded."""
+    """As :func:`_attend` without softmax: p are the scores, 0 where excluded, and lse is 0."""
     visible = mask
     if bias is not None:
         finite_bias = bias != -INF
@@ -176,10 +176,10 @@ def _weigh(
     # A score that is not finite has no finite gradient.
     s = s * torch.where(visible & ~torch.isfinite(s), s.detach().abs(), 1.0)
     p = torch.where(visible, s, 0.0)
-    # 0 * inf is NaN: only elements of visible rows may produce it.
-    weights_one = visible.to(s.dtype).expand_as(p)
-    unbounded = torch.where(torch.isfinite(rows_out), 0.0, torch.ones_like(rows_out))
-    reached = (weights_one @ unbounded) > 0
+    # In p @ rows_out, 0 * inf is NaN, which only elements of visible rows may produce.
+    visible_weights = visible.to(s.dtype).expand_as(p)
+    is_nonfinite = torch.where(torch.isfinite(rows_out), 0.0, torch.ones_like(rows_out))
+    is_nan = (visible_weights @ is_nonfinite) > 0
     # A product, so that the gradient of the row is NaN too.
-    nan = torch.where(reached, torch.where(reached, torch.nan, 0.0) * p.sum(-1, keepdim=True), 0.0)
-    return p @ finite(rows_out) + nan, s.new_zeros(s.shape[:2]), p
+    nan = torch.where(is_nan, torch.where(is_nan, torch.nan, 0.0) * p.sum(-1, keepdim=True), 0.0)
+    return p @ replace_nonfinite(rows_out) + nan, s.new_zeros(s.shape[:2]), p

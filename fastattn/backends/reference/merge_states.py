@@ -21,7 +21,7 @@ def merge_states(
     """Return ``(out, lse)``: lse = log(e^lse_a + e^lse_b), out = sum of e^(lse_n - lse) out_n.
 
     A state whose lse is -inf contributes nothing, whatever its output holds. A state whose lse is
-    inf has the whole weight; two such states share it.
+    inf has the whole weight; two states with an lse of inf have half of it each.
     """
     empty_a, empty_b = lse_a == -INF, lse_b == -INF
     wide = torch.promote_types(out_a.dtype, torch.float32)
@@ -35,13 +35,13 @@ def merge_states(
     lse = torch.where(empty_b, safe_a, both)
     lse = torch.where(empty_a, torch.where(empty_b, -INF, safe_b), lse)
 
-    def part(out: Tensor, share: Tensor, empty: Tensor, alone: Tensor) -> Tensor:
-        """share * out: 0 for an empty state, all of ``out`` if the other one is empty."""
+    def weigh(out: Tensor, share: Tensor, empty: Tensor, alone: Tensor) -> Tensor:
+        """share * out: 0 for an empty state, ``out`` itself if the other state is empty."""
         share = torch.where(empty, 0.0, torch.where(alone, 1.0, share)).to(wide)
         return share[..., None] * torch.where(empty[..., None], 0.0, out.to(wide))
 
-    a = part(out_a, torch.sigmoid(safe_a - safe_b), empty_a, empty_b)
-    b = part(out_b, torch.sigmoid(safe_b - safe_a), empty_b, empty_a)
+    a = weigh(out_a, torch.sigmoid(safe_a - safe_b), empty_a, empty_b)
+    b = weigh(out_b, torch.sigmoid(safe_b - safe_a), empty_b, empty_a)
     return (a + b).to(out_a.dtype), lse.to(lse_a.dtype)
 
 

@@ -92,10 +92,10 @@ def scaled_dot_product_attention(
         relative_bias=relative_bias,
         positions=positions,
         mask_program=mask_program,
-        terms=(position_query, query_table, key_table, distance_buckets),
-        of_image=(row_bias, column_bias),
+        position_terms=(position_query, query_table, key_table, distance_buckets),
+        image_biases=(row_bias, column_bias),
     )
-    applied = requested_weights(applied, options.weights).to(query.dtype)
+    applied = reduce_weights(applied, options.weights).to(query.dtype)
     return out.to(query.dtype), lse.double(), applied
 
 
@@ -128,12 +128,12 @@ def attend(
     positions: Tensor | None = None,
     mask_program: Tensor | None = None,
     modify: Callable[[Tensor], Tensor] | None = None,
-    terms: tuple[Tensor | None, ...] = (),
-    of_image: tuple[Tensor | None, ...] = (None, None),
+    position_terms: tuple[Tensor | None, ...] = (),  # position_query, tables, distance_buckets
+    image_biases: tuple[Tensor | None, ...] = (None, None),  # row_bias, column_bias
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(out, lse, w)`` in the dtype of the computation.
 
-    ``modify`` is a function of the scaled scores, and may exclude pairs by -inf. If sequences
+    ``modify`` maps the scaled scores to other scores, and may exclude pairs by -inf. If sequences
     differ in length, ``distance`` is d_ij of every pair, ``keep`` says which pairs dropout keeps,
     and ALiBi has one slope per row, [B, Hq, Lq].
     """
@@ -146,8 +146,8 @@ def attend(
     visible = visible_pairs(distance, attn_mask, options.window_left, options.window_right)
     bias = None
     if relative_bias is not None:
-        bias = _biases_of_pairs(relative_bias.to(compute), positions, distance, options.offset)
-    rows, columns = of_image
+        bias = _gather_biases(relative_bias.to(compute), positions, distance, options.offset)
+    rows, columns = image_biases
     if rows is not None and columns is not None:
         image = (rows[..., None] + columns[..., None, :]).flatten(3).to(compute)
         bias = image if bias is None else bias + image
@@ -161,8 +161,8 @@ def attend(
 
     with without_autocast(query.device.type):
         s = dot_products(q, k, guarded)  # [B, Hq, Lq, Lk]
-        if any(term is not None for term in terms):
-            s = s + _content_terms(q, k, *terms, distance=distance, guarded=guarded)
+        if any(x is not None for x in position_terms):
+            s = s + _position_scores(q, k, *position_terms, distance=distance, guarded=guarded)
         if visible is not None:
             s = torch.where(visible, s, 0.0)  # keep NaN out of later derivatives
         s = s * options.scale
@@ -197,7 +197,7 @@ def attend(
         return out, lse, w
 
 
-def _content_terms(
+def _position_scores(
     query: Tensor,
     key: Tensor,
     position_query: Tensor | None,
@@ -224,10 +224,10 @@ def _content_terms(
     return total
 
 
-def _biases_of_pairs(
+def _gather_biases(
     table: Tensor, positions: Tensor | None, distance: Tensor, offset: int
 ) -> Tensor:
-    """The entry of every pair's distance, [B|1, Hq, Lq, Lk], from a table [B|1, Hq, 2 M + 1].
+    """Gather the bias of every pair [B|1, Hq, Lq, Lk] from a table [B|1, Hq, 2 M + 1] of distances.
 
     Distances are [Lq, Lk], or [B, 1, Lq, Lk] with one table for all sequences.
     """
@@ -240,19 +240,19 @@ def _biases_of_pairs(
 
 
 def _softmax_with_sinks(s: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights of the keys, and logsumexp with the sinks [B|1, Hq], or with one sink per row.
+    """Return the weights of the keys, and logsumexp with the sinks, [B|1, Hq] or one per row.
 
-    A sink of inf takes all the weight.
+    A sink of inf has all the weight.
     """
     sinks = sinks if sinks.dim() == 3 else sinks[:, :, None]
     sinks = sinks.expand(s.shape[:3])
-    finite = sinks.clamp(max=torch.finfo(s.dtype).max)
-    w, lse = softmax(torch.cat([s, finite[..., None]], -1))
+    finite_sinks = sinks.clamp(max=torch.finfo(s.dtype).max)
+    w, lse = softmax(torch.cat([s, finite_sinks[..., None]], -1))
     return w[..., :-1], torch.where(sinks == INF, sinks, lse)
 
 
-def requested_weights(w: Tensor, weights: int) -> Tensor:
-    """No weights [0], all [B, Hq, Lq, Lk], or their mean over heads, for `weights` = 0, 1, 2."""
+def reduce_weights(w: Tensor, weights: int) -> Tensor:
+    """Return no weights [0], all [B, Hq, Lq, Lk], or their mean over heads: ``weights`` 0, 1, 2."""
     if weights == 0:
         return w.new_empty(0)
     return w if weights == 1 else w.sum(1) / max(w.shape[1], 1)

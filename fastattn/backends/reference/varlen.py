@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastattn.backends._sequences import places
-from fastattn.backends.primitives import AttentionOptions, VarlenOptions, shared
+from fastattn.backends._sequences import locate_rows
+from fastattn.backends.primitives import AttentionOptions, VarlenOptions, convert_options
 from fastattn.backends.reference._dropout import WORD, keep_threshold, philox4x32
 from fastattn.backends.reference._mask_program import visible_by_program
 from fastattn.backends.reference._masked import INF
@@ -42,8 +42,8 @@ def varlen_attention(
     Sequence b has the queries cu_seqlens_q[b] ... cu_seqlens_q[b + 1] - 1, and the keys likewise.
     Queries after the last sequence are fully masked, and no query can see keys after it.
     """
-    q_sequence, q_local, q_lengths = places(cu_seqlens_q, query.shape[0])
-    k_sequence, k_local, k_lengths = places(cu_seqlens_k, key.shape[0])
+    q_sequence, q_local, q_lengths = locate_rows(cu_seqlens_q, query.shape[0])
+    k_sequence, k_local, k_lengths = locate_rows(cu_seqlens_k, key.shape[0])
     batch = cu_seqlens_q.shape[0] - 1
     visible = (q_sequence[:, None] == k_sequence) & (q_sequence[:, None] < batch)  # [Tq, Tk]
     offset = (
@@ -56,8 +56,8 @@ def varlen_attention(
     distance = torch.where(visible, (q_local + offset)[:, None] - k_local, 0)
     sequence = q_sequence.clamp(max=max(batch - 1, 0))
 
-    def of_rows(x: Tensor | None) -> Tensor | None:
-        """[B|1, Hq] as one number per row, [1, Hq, Tq]."""
+    def per_row(x: Tensor | None) -> Tensor | None:
+        """Repeat the numbers [B|1, Hq] of the sequences for their rows, [1, Hq, Tq]."""
         if x is None:
             return None
         if batch == 0:  # rows outside all sequences are fully masked
@@ -69,7 +69,7 @@ def varlen_attention(
         assert seed is not None
         heads = torch.arange(query.shape[1], device=query.device)[:, None, None]
         counters = (q_local[:, None], k_local, heads, q_sequence[:, None])
-        keep = _keep(counters, options.dropout_p, seed)
+        keep = _dropout_keep_at(counters, options.dropout_p, seed)
     q, k, v, a = (
         None if x is None else x.transpose(0, 1)[None] for x in (query, key, value, position_query)
     )
@@ -81,14 +81,14 @@ def varlen_attention(
         k,
         v,
         visible[None, None],
-        of_rows(alibi_slopes),
+        per_row(alibi_slopes),
         None,
-        shared(AttentionOptions, options),
+        convert_options(AttentionOptions, options),
         distance=distance,
         keep=keep,
-        sinks=of_rows(sinks),
+        sinks=per_row(sinks),
         relative_bias=relative_bias,
-        terms=(a, query_table, key_table, distance_buckets),
+        position_terms=(a, query_table, key_table, distance_buckets),
     )
     lse = torch.where(q_sequence < batch, lse[0].double(), -INF)
     return out[0].transpose(0, 1).to(query.dtype), lse
@@ -103,8 +103,8 @@ varlen_attention_backward = backward_of(
 )
 
 
-def _keep(counters: tuple[Tensor, ...], dropout_p: float, seed: Tensor) -> Tensor:
-    """Which pairs (i, j, head, batch), in any order, dropout keeps; see ``dropout_keep``."""
+def _dropout_keep_at(counters: tuple[Tensor, ...], dropout_p: float, seed: Tensor) -> Tensor:
+    """Which pairs dropout keeps, for counters (i, j, head, batch) that broadcast to the pairs."""
     i, j, h, b = counters
     key = (seed & WORD, (seed >> 32) & WORD)
     words = torch.broadcast_tensors(*philox4x32((i, j // 8, h, b), key))

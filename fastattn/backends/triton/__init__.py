@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastattn.backends.primitives import EVERYWHERE, HopfieldOptions, unserved
+from fastattn.backends.primitives import EVERYWHERE, HopfieldOptions, why_not_options
 from fastattn.backends.triton._launch import INTERPRETED
 from fastattn.backends.triton.additive import additive_attention, additive_attention_backward
 from fastattn.backends.triton.decode import append_to_cache, decode_attention
@@ -35,10 +35,10 @@ from fastattn.backends.triton.sinusoidal import sinusoidal_encoding
 from fastattn.backends.triton.varlen import varlen_attention, varlen_attention_backward
 
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
-_OLDEST = (8, 0)
-_WIDEST = 512
-_WIDEST_HOPS = 256  # a program keeps a whole state and its gradient
-_FARTHEST = 2**29  # sums of a few positions are int32
+_MIN_CAPABILITY = (8, 0)
+_MAX_WIDTH = 512
+_MAX_HOP_WIDTH = 256  # a program keeps a whole state and its gradient
+_MAX_POSITION = 2**29  # sums of a few positions are int32
 
 
 def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list[str]:
@@ -50,7 +50,7 @@ def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list
     # Without a GPU only `explain` has such tensors.
     if device.type == "cuda" and torch.cuda.is_available() and not torch.version.hip:
         capability = torch.cuda.get_device_capability(device)
-        if capability < _OLDEST:
+        if capability < _MIN_CAPABILITY:
             return [f"the GPU has compute capability {capability[0]}.{capability[1]}, below 8.0"]
     for tensor in present:
         if tensor.device != device:
@@ -62,7 +62,7 @@ def why_not(op: str, tensors: Mapping[str, Tensor | None], options: Any) -> list
     if dtype not in _FLOATS:
         return [f"the dtype {dtype} is not one of float32, bfloat16, float16"]
     op = op.removesuffix("_backward")
-    reasons = unserved(options, EVERYWHERE[op])
+    reasons = why_not_options(options, EVERYWHERE[op])
     return reasons + _REASONS[op](**tensors, options=options) if op in _REASONS else reasons
 
 
@@ -76,7 +76,7 @@ def _why_not_attend(
     relative_bias: Tensor | None = None,
     **_: Any,
 ) -> list[str]:
-    """Reasons of all operators of attention, from tensors [B, H, L, D]."""
+    """Reasons against any kind of attention, from tensors [B, H, L, D]."""
     reasons = []
     if attn_mask is not None and attn_mask.dtype not in _FLOATS | {torch.bool}:
         dtype = attn_mask.dtype
@@ -84,33 +84,33 @@ def _why_not_attend(
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         reasons.append("alibi_slopes requires a gradient, which the kernel does not compute")
     width = max(query.shape[3], value.shape[3])
-    if width > _WIDEST:
-        reasons.append(f"a head dimension of {width} is above {_WIDEST}")
+    if width > _MAX_WIDTH:
+        reasons.append(f"a head dimension of {width} is above {_MAX_WIDTH}")
     offset = abs(getattr(options, "offset", 0))
     distance = 0 if relative_bias is None else relative_bias.shape[2] // 2
-    if max(query.shape[2], key.shape[2], offset, distance) > _FARTHEST:
-        reasons.append(f"a length, an offset or a distance is above {_FARTHEST}")
+    if max(query.shape[2], key.shape[2], offset, distance) > _MAX_POSITION:
+        reasons.append(f"a length, an offset or a distance is above {_MAX_POSITION}")
     return reasons
 
 
 def _why_not_packed(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> list[str]:
-    """The reasons of attention, from packed tensors [T, H, D]."""
+    """The reasons of ``_why_not_attend``, from packed tensors [T, H, D]."""
     # Not [None], which fails for `explain` if PyTorch was built without this kind of device.
-    call = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    return _why_not_attend(*call, **options)
+    tensors_4d = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    return _why_not_attend(*tensors_4d, **options)
 
 
 def _why_not_cache(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, **options: Any
 ) -> list[str]:
-    """The reasons of attention, from caches [E, Hkv, N, D]."""
+    """The reasons of ``_why_not_attend``, from caches [E, Hkv, N, D]."""
     return _why_not_attend(query, key_cache, value_cache, **options)
 
 
 def _why_not_hops(query: Tensor, **_: Any) -> list[str]:
     """Reasons against a state too wide for the registers of a program."""
     width = query.shape[-1]
-    return [f"a width of {width} is above {_WIDEST_HOPS}"] if width > _WIDEST_HOPS else []
+    return [f"a width of {width} is above {_MAX_HOP_WIDTH}"] if width > _MAX_HOP_WIDTH else []
 
 
 def _why_not_retrieve(state: Tensor, options: HopfieldOptions, **_: Any) -> list[str]:
@@ -124,7 +124,7 @@ def _why_not_retrieve(state: Tensor, options: HopfieldOptions, **_: Any) -> list
 def _why_not_additive(value: Tensor, **_: Any) -> list[str]:
     """Reasons against a value too wide for a tile."""
     width = value.shape[2]
-    return [f"a value dimension of {width} is above {_WIDEST}"] if width > _WIDEST else []
+    return [f"a value dimension of {width} is above {_MAX_WIDTH}"] if width > _MAX_WIDTH else []
 
 
 _REASONS: dict[str, Callable[..., list[str]]] = {

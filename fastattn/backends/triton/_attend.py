@@ -14,14 +14,14 @@ from fastattn.backends.triton._launch import block_of, launch, operand, plan, pr
 from fastattn.backends.triton._sdpa_backward import (
     attention_backward_key_value,
     attention_backward_query,
-    attention_statistics,
+    attention_backward_statistics,
 )
 from fastattn.backends.triton._sdpa_backward_biases import attention_backward_table
 from fastattn.backends.triton._sdpa_forward import attention_forward
 from fastattn.backends.triton._table import Launch
 
 _UNLIMITED = 2**30  # larger than any distance of two positions, and an int32
-_PARTS = 64  # packed sequences share so many gradients of a table, so their number costs no memory
+_PARTS = 64  # partial gradients of a table, among which packed sequences are divided
 
 
 class Biases(NamedTuple):
@@ -46,36 +46,36 @@ class Attention(NamedTuple):
     batch: int  # the number of sequences
 
     @property
-    def masked(self) -> str:
-        """The suffix of the name of an entry in the table."""
+    def entry_suffix(self) -> str:
+        """The suffix of the entries for this call in the table of launches."""
         return "" if self.options.excludes is None else "_masked"
 
     def operands(self) -> dict[str, Any]:
-        """The arguments of every kernel that describe the call."""
+        """The arguments of the kernels that describe the call."""
         return {
             "q": _rows(self.query),
             "k": _rows(self.key),
             "v": _rows(self.value),
-            "o": self.options,
+            "opt": self.options,
             **widths_of(self.query, self.value),
         }
 
     def plan(self, entry: str) -> Launch:
-        """The launch of an entry in the table, whose tiles fit the registers with all options."""
+        """The launch of an entry in the table, with smaller tiles if options need registers."""
         widths = block_of(self.query.shape[-1]), block_of(self.value.shape[-1])
         launch_plan = plan(entry, self.query, *widths)
-        o = self.options
-        return launch_plan if o.table is None and o.p_program is None else launch_plan.halved()
+        opt = self.options
+        return launch_plan if opt.table is None and opt.p_program is None else launch_plan.halved()
 
     def run(self, kernel: Any, entry: str, *, of_keys: bool = False, **arguments: Any) -> None:
         """Launch a kernel with one program for each tile of queries or keys of each head."""
         launch_plan = self.plan(entry)
-        programs = _programs(launch_plan, self.options, self.batch, of_keys=of_keys)
+        programs = _program_count(launch_plan, self.options, self.batch, of_keys=of_keys)
         launch(kernel, launch_plan, programs, self.query.device, **self.operands(), **arguments)
 
 
 class Cotangents(NamedTuple):
-    """The gradients of the results of a call; None where there is none."""
+    """The gradients of the results of a call; None for a result without a gradient."""
 
     out: Tensor | None = None  # [B, Hq, Lq, Dv], [Tq, Hq, Dv]
     lse: Tensor | None = None  # [B, Hq, Lq], [Hq, Tq]
@@ -90,7 +90,7 @@ class Cotangents(NamedTuple):
         return Gradients(
             out=None if self.out is None else _rows(self.out),
             lse=None if lse is None else _rows(lse),
-            weights=None if self.weights is None else pairs(self.weights),
+            weights=None if self.weights is None else matrix_operand(self.weights),
             weight_share=self.weight_share,
         )
 
@@ -102,11 +102,11 @@ def attend(call: Attention) -> tuple[Tensor, Tensor]:
     lse = query.new_empty(
         query.shape[:3] if query.ndim == 4 else query.shape[1::-1], dtype=torch.float64
     )
-    call.run(attention_forward, "forward" + call.masked, out=_rows(out), p_lse=lse)
+    call.run(attention_forward, "forward" + call.entry_suffix, out=_rows(out), p_lse=lse)
     return out, lse
 
 
-def statistics(
+def backward_statistics(
     call: Attention,
     out: Tensor,
     lse: Tensor,
@@ -115,13 +115,14 @@ def statistics(
     exact: bool,
     grad_sinks: Tensor | None = None,
 ) -> Statistics:
-    """Return lse in two parts and delta for the next kernels, shaped like lse, in float32.
+    """Return the inputs of the backward kernels for each row: lse in two parts, and delta.
 
-    Writes the share of each row in the gradient of its sink to ``grad_sinks``.
+    They are float32 and shaped like lse. ``exact`` also corrects delta for the rounding of ``out``.
+    ``grad_sinks``, of the same shape, receives the gradient of the sink of each row.
     """
     row_statistics = Statistics(*lse.new_empty((3, *lse.shape), dtype=torch.float32))
     call.run(
-        attention_statistics,
+        attention_backward_statistics,
         "statistics",
         out=_rows(out),
         g=cotangents.operands(),
@@ -138,12 +139,14 @@ def differentiate(
     out: Tensor,
     lse: Tensor,
     cotangents: Cotangents,
-    sign: int,  # of the scale
+    sign: int,  # of the scale, see `positive_scale`
     biases: Biases,
     needs_mask_grad: bool = False,
 ) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-    """Return the gradients of query, key, value, sinks and the relative bias, and the arguments for
-    the kernel of the mask's."""
+    """Return the gradients of query, key, value, sinks and relative bias.
+
+    Also return the arguments that the kernel for the gradient of the mask takes from here.
+    """
     sinks, relative_bias = biases.sinks, biases.relative_bias
     # The row sums of a bias's gradient equal the gradient of lse, so the rounding of out must not
     # appear in them.
@@ -156,27 +159,29 @@ def differentiate(
         grad_value.zero_()
     if cotangents.out is None:
         cotangents = cotangents._replace(out=out.new_zeros(1).expand(out.shape))
-    sink_shares = None if sinks is None else lse.new_zeros(lse.shape, dtype=torch.float32)
-    row_statistics = statistics(call, out, lse, cotangents, exact=exact, grad_sinks=sink_shares)
+    row_grad_sinks = None if sinks is None else lse.new_zeros(lse.shape, dtype=torch.float32)
+    row_statistics = backward_statistics(
+        call, out, lse, cotangents, exact=exact, grad_sinks=row_grad_sinks
+    )
     gradients = cotangents.operands()._replace(lse=None)  # delta contains it
     arguments: dict[str, Any] = {"g": gradients, "stats": row_statistics}
     call.run(
         attention_backward_query,
-        "backward_query" + call.masked,
+        "backward_query" + call.entry_suffix,
         **arguments,
         grad_q=_rows(grad_query),
     )
     call.run(
         attention_backward_key_value,
-        "backward_key_value" + call.masked,
+        "backward_key_value" + call.entry_suffix,
         of_keys=True,
         **arguments,
         grad_k=_rows(grad_key),
         grad_v=_rows(grad_value),
     )
     grad_sinks = None
-    if sink_shares is not None and sinks is not None:
-        by_head = sink_shares.sum(-1, dtype=torch.float64)  # [B, Hq], [Hq] for packed sequences
+    if row_grad_sinks is not None and sinks is not None:
+        by_head = row_grad_sinks.sum(-1, dtype=torch.float64)  # [B, Hq], [Hq] for packed sequences
         grad_sinks = by_head.view(-1, sinks.shape[1]).sum_to_size(sinks.shape).to(sinks.dtype)
     if sign != 1:
         grad_query.mul_(sign)
@@ -185,14 +190,12 @@ def differentiate(
 
 
 def _table_gradient(call: Attention, relative_bias: Tensor, arguments: dict[str, Any]) -> Tensor:
-    """The gradient of the table [B|1, Hq, 2 M + 1], given the arguments of ``differentiate``."""
+    """The gradient of the relative bias [B|1, Hq, 2 M + 1], from ``g`` and ``stats``."""
     heads, entries = call.options.heads, relative_bias.shape[2]
     parts, launch_plan = call.batch, call.plan("backward_mask")
-    if call.options.p_q_starts is not None:  # a sequence's place takes registers, too
-        parts, launch_plan = (
-            min(parts, _PARTS),
-            launch_plan._replace(BM=max(launch_plan.BM // 2, 16)),
-        )
+    if call.options.p_q_starts is not None:  # the location of a sequence takes registers, too
+        parts = min(parts, _PARTS)
+        launch_plan = launch_plan._replace(BM=max(launch_plan.BM // 2, 16))
     grads = call.query.new_empty((parts, heads, entries), dtype=torch.float32)
     launch(
         attention_backward_table,
@@ -208,7 +211,7 @@ def _table_gradient(call: Attention, relative_bias: Tensor, arguments: dict[str,
     return summed_to(relative_bias, grads)
 
 
-def options_of(
+def kernel_options(
     sizes: tuple[int, int, int, int],  # Hq, Hkv, Lq, Lk
     biases: Biases,
     options: AttentionOptions | VarlenOptions | DecodeOptions,
@@ -221,14 +224,14 @@ def options_of(
     attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program = biases
     left, right, softcap = options.window_left, options.window_right, options.softcap
     boolean = attn_mask is not None and attn_mask.dtype == torch.bool
-    mask = None if attn_mask is None else pairs(attn_mask)
+    mask = None if attn_mask is None else matrix_operand(attn_mask)
     alibi = None
     if alibi_slopes is not None:
         alibi = operand(alibi_slopes[:, :, None, None])
     added_mask = None if boolean else mask
     table = None
     if relative_bias is not None:
-        table = operand(_with_rows(relative_bias).unsqueeze(2))
+        table = operand(_with_contiguous_rows(relative_bias).unsqueeze(2))
     biased = any(x is not None for x in (added_mask, alibi, table))
     threshold = round((1.0 - dropout_p) * 65536) if dropout_p > 0 else None
     return Options(
@@ -269,17 +272,17 @@ def widths_of(query: Tensor, value: Tensor) -> dict[str, Any]:
     }
 
 
-def pairs(x: Tensor) -> Operand:
-    """[B, H, Lq, Lk] with strides small enough for int32 offsets within a tile."""
+def matrix_operand(x: Tensor) -> Operand:
+    """A tensor [B, H, Lq, Lk], with strides small enough for int32 offsets within a tile."""
     return operand(x if max(x.stride()[2:]) < 2**23 else x.contiguous())
 
 
 def positive_scale(
     query: Tensor, options: AttentionOptions | VarlenOptions | DecodeOptions
 ) -> tuple[Tensor, float, int]:
-    """Return (sign * query, abs(scale), sign), which give the same scores.
+    """Return (sign * query, |scale|, sign), which give the same scores; (0 * query, 1, 0) for 0.
 
-    The kernels multiply by the scale after the maximum of a row is found.
+    The kernels multiply by the scale after they have found the maximum of a row.
     """
     scale = options.scale
     if scale > 0:
@@ -288,7 +291,7 @@ def positive_scale(
     return query * sign, -scale if scale < 0 else 1.0, sign
 
 
-def _with_rows(x: Tensor) -> Tensor:
+def _with_contiguous_rows(x: Tensor) -> Tensor:
     """Return x with contiguous rows. A copy of a broadcast batch has one entry."""
     if x.stride(-1) == 1 or x.shape[-1] <= 1:
         return x
@@ -305,8 +308,8 @@ def _rows(x: Tensor) -> Operand:
     return Operand(x, row, head, row, column)
 
 
-def _programs(launch_plan: Launch, options: Options, batch: int, *, of_keys: bool) -> int:
-    """The number of programs; ``_core.locate`` maps a program to its work."""
+def _program_count(launch_plan: Launch, options: Options, batch: int, *, of_keys: bool) -> int:
+    """The number of programs for all tiles, which ``_core.locate`` gives to them."""
     length, block, heads = (
         (options.k_len, launch_plan.BN, options.heads // options.group)
         if of_keys

@@ -6,6 +6,12 @@ scores of ``docs/design.md`` and unit = log2(e). It is applied after the row's m
 subtracted, because a mask full of finfo.min would overflow before.
 
 Positions in a sequence are int32, which ``why_not`` ensures; offsets of addresses are int64.
+
+Names in kernels: ``i_`` is an index, ``o_`` the offsets of a tile and ``m_`` which of them exist,
+``p_`` a pointer, ``b_`` a block in registers. ``opt`` are the :class:`Options`, ``g`` the
+:class:`Gradients`, ``row`` and ``col`` the first query and the first key of a tile [BM, BN]. ``m``,
+``l`` and ``acc`` are the state of the online softmax: the maxima, the sums of exponentials and the
+sums of weighted values. A pair is a query with a key.
 """
 
 from __future__ import annotations
@@ -56,8 +62,8 @@ class Options(NamedTuple):
     middle: int | None  # its entry of distance 0
     p_positions: Any  # [Lk] int32, of its distances; None: 0, 1, 2, ...
     p_program: Any  # [size] int32, the mask program
-    excludes: int | None  # 1 if more than the window excludes pairs
-    rescored: int | None  # 1 if scores are more than scale * q . k
+    excludes: int | None  # 1 if a mask, a mask program or a relative bias may exclude pairs
+    rescored: int | None  # 1 if scores are more than scale * q . k: then their unit is LOG2E
     p_seed: Any  # None without dropout
     threshold: int | None  # draws below it are kept
     kept_scale: float | None  # 65536 / threshold
@@ -79,9 +85,9 @@ class Gradients(NamedTuple):
 class Statistics(NamedTuple):
     """The inputs of the backward kernels for each row, [B, Hq, Lq] float32."""
 
-    p_high: Any  # lse in the unit of the exponent
-    p_low: Any  # the rounding error of p_high
-    p_delta: Any  # delta - glse
+    p_high: Any  # lse, times log2(e) unless the scores are ``rescored``; inf: a fully masked row
+    p_low: Any  # lse minus p_high, in the same unit
+    p_delta: Any  # delta minus the gradient of lse
 
 
 class Sequence(NamedTuple):
@@ -96,78 +102,78 @@ class Sequence(NamedTuple):
 
 
 @triton.jit
-def batch_sequence(o, i_b):
-    """Sequence i_b of a rectangular batch."""
+def batch_sequence(opt, i_b):
+    """Sequence i_b of a batch [B, H, L, D], in which all lengths are equal."""
     i_b = tl.cast(i_b, tl.int64)
     offset = 0
-    if o.offset is None:
-        offset = o.k_len - o.q_len
+    if opt.offset is None:
+        offset = opt.k_len - opt.q_len
     else:
-        offset = o.offset
-    return Sequence(i_b, o.q_len, o.k_len, offset, i_b, i_b)
+        offset = opt.offset
+    return Sequence(i_b, opt.q_len, opt.k_len, offset, i_b, i_b)
 
 
 @triton.jit
-def locate(o, OF_KEYS: tl.constexpr, BLOCK: tl.constexpr):
+def locate(opt, OF_KEYS: tl.constexpr, BLOCK: tl.constexpr):
     """Return this program's sequence, head and tile; the tile may be past the end.
 
     Packed sequences begin anywhere. The tiles of sequence b begin at start_b // BLOCK + b. So each
     sequence has enough tiles, and the lengths need not be summed. The rows after the last sequence
     form one extra sequence: its queries are fully masked, and no query can see its keys.
     """
-    if o.p_q_starts is None:
-        heads = o.heads // o.group if OF_KEYS else o.heads
-        tiles = tl.cdiv(o.k_len if OF_KEYS else o.q_len, BLOCK)
+    if opt.p_q_starts is None:
+        heads = opt.heads // opt.group if OF_KEYS else opt.heads
+        tiles = tl.cdiv(opt.k_len if OF_KEYS else opt.q_len, BLOCK)
         i_bh = tl.program_id(0) // tiles
-        return batch_sequence(o, i_bh // heads), i_bh % heads, tl.program_id(0) % tiles
+        return batch_sequence(opt, i_bh // heads), i_bh % heads, tl.program_id(0) % tiles
     else:
-        p_starts = o.p_k_starts if OF_KEYS else o.p_q_starts
-        tiles = (o.k_len if OF_KEYS else o.q_len) // BLOCK + o.batch + 1
+        p_starts = opt.p_k_starts if OF_KEYS else opt.p_q_starts
+        tiles = (opt.k_len if OF_KEYS else opt.q_len) // BLOCK + opt.batch + 1
         n = tl.program_id(0) % tiles
         started = 0
-        for b in range(0, o.batch + 1, 128):
+        for b in range(0, opt.batch + 1, 128):
             o_b = b + tl.arange(0, 128)
-            starts = tl.load(p_starts + o_b, mask=o_b <= o.batch, other=2**40)
+            starts = tl.load(p_starts + o_b, mask=o_b <= opt.batch, other=2**40)
             started += tl.sum((starts // BLOCK + o_b <= n).to(tl.int32))
         i_b = tl.maximum(started - 1, 0)
-        seq = packed_sequence(o, i_b, OF_KEYS)
+        seq = packed_sequence(opt, i_b, OF_KEYS)
         tile = n - i_b - (seq.k_base if OF_KEYS else seq.q_base).to(tl.int32) // BLOCK
         return seq, tl.program_id(0) // tiles, tile
 
 
 @triton.jit
 def row_tile(rows, BLOCK):
-    """Return the matrix of this program and its first row; successive programs share a matrix."""
+    """Return the matrix that this program works on, and the first row of its tile."""
     tiles = tl.cdiv(rows, BLOCK)
     return (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * BLOCK
 
 
 @triton.jit
 def matrix_tile(rows, columns, BM: tl.constexpr, BN: tl.constexpr):
-    """Return the matrix of this program, its first row and its first column."""
+    """Return the matrix that this program works on, and the first row and column of its tile."""
     column_tiles = tl.cdiv(columns, BN)
     row_tiles = tl.cdiv(rows, BM)
     tile = tl.program_id(0) // column_tiles
-    first = tl.program_id(0) % column_tiles * BN
-    return (tile // row_tiles).to(tl.int64), tile % row_tiles * BM, first
+    col = tl.program_id(0) % column_tiles * BN
+    return (tile // row_tiles).to(tl.int64), tile % row_tiles * BM, col
 
 
 @triton.jit
-def packed_sequence(o, i_b, OF_KEYS: tl.constexpr):
-    """Packed sequence i_b; the one after the last has the other queries, or OF_KEYS the keys."""
-    q_base, q_len = _extent(o.p_q_starts, i_b, o.batch, o.q_len, not OF_KEYS)
-    k_base, k_len = _extent(o.p_k_starts, i_b, o.batch, o.k_len, OF_KEYS)
+def packed_sequence(opt, i_b, OF_KEYS: tl.constexpr):
+    """Packed sequence i_b. Number B has the queries (OF_KEYS: the keys) after the last sequence."""
+    q_base, q_len = _extent(opt.p_q_starts, i_b, opt.batch, opt.q_len, not OF_KEYS)
+    k_base, k_len = _extent(opt.p_k_starts, i_b, opt.batch, opt.k_len, OF_KEYS)
     offset = 0
-    if o.offset is None:
+    if opt.offset is None:
         offset = k_len - q_len
     else:
-        offset = o.offset
+        offset = opt.offset
     return Sequence(tl.cast(i_b, tl.int64), q_len, k_len, offset, q_base, k_base)
 
 
 @triton.jit
 def _extent(p_starts, i_b, batch, rows, TO_THE_END: tl.constexpr):
-    """The first row and the length of a sequence, clamped to the existing rows."""
+    """The first row and the length of a sequence; number ``batch`` has the rows TO_THE_END."""
     begin = tl.minimum(tl.maximum(tl.load(p_starts + i_b), 0), rows)
     end = tl.load(p_starts + tl.minimum(i_b + 1, batch))
     if TO_THE_END:
@@ -177,19 +183,19 @@ def _extent(p_starts, i_b, batch, rows, TO_THE_END: tl.constexpr):
 
 
 @triton.jit
-def first_row(o, seq, i_h):
+def first_row(opt, seq, i_h):
     """The first row of a head in lse [B, Hq, Lq], or [Hq, T] for packed sequences."""
     i_row = seq.i_b * 0
-    if o.p_q_starts is None:
-        i_row = (seq.i_b * o.heads + i_h) * o.q_len
+    if opt.p_q_starts is None:
+        i_row = (seq.i_b * opt.heads + i_h) * opt.q_len
     else:
-        i_row = tl.cast(i_h, tl.int64) * o.q_len + seq.q_base
+        i_row = tl.cast(i_h, tl.int64) * opt.q_len + seq.q_base
     return i_row
 
 
 @triton.jit
 def load_statistics(stats, o_rows, m_m):
-    """lse in two parts and delta [BM]; (inf, 0, 0) where ``m_m`` is False."""
+    """Return lse in two parts, and delta, all [BM]; (inf, 0, 0) where ``m_m`` is False."""
     high = tl.load(stats.p_high + o_rows, mask=m_m, other=INF)
     low = tl.load(stats.p_low + o_rows, mask=m_m, other=0.0)
     return high, low, tl.load(stats.p_delta + o_rows, mask=m_m, other=0.0)
@@ -197,7 +203,7 @@ def load_statistics(stats, o_rows, m_m):
 
 @triton.jit
 def load_rows(x, i_b, i_h, o_l, m_l, D: tl.constexpr, BD: tl.constexpr):
-    """Rows ``o_l`` of a head [BL, BD], 0 where ``m_l`` is False and in columns from D on."""
+    """Rows ``o_l`` of a head as [BL, BD], 0 where ``m_l`` is False and in columns from D on."""
     o_d = tl.arange(0, BD)
     p_x = x.p + i_b * x.b + i_h * x.h
     p_x = p_x + o_l.to(tl.int64)[:, None] * x.l + o_d.to(tl.int64)[None, :] * x.d
@@ -217,21 +223,22 @@ def store_rows(x, i_b, i_h, o_l, m_l, block, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(x, seq, i_h, row, first, other, BM: tl.constexpr, BN: tl.constexpr):
-    """The tile [BM, BN] at (row, first) of an operand [B, H, Lq, Lk].
+def load_matrix_tile(x, seq, i_h, row, col, other, BM: tl.constexpr, BN: tl.constexpr):
+    """The tile [BM, BN] that begins at (row, col) of a head of an operand [B, H, Lq, Lk].
 
-    Offsets within the tile are int32, which halves the registers; ``pairs`` limits the strides.
+    Offsets within the tile are int32, which halves the registers; ``matrix_operand`` in
+    ``_attend.py`` limits the strides. Elements outside the matrix are ``other``.
     """
     p_x = x.p + seq.i_b * x.b + i_h * x.h
-    p_x = p_x + tl.cast(row, tl.int64) * x.l + tl.cast(first, tl.int64) * x.d
+    p_x = p_x + tl.cast(row, tl.int64) * x.l + tl.cast(col, tl.int64) * x.d
     o_x = tl.arange(0, BM)[:, None] * x.l + tl.arange(0, BN)[None, :] * x.d
-    inside = in_matrix(row + tl.arange(0, BM), first + tl.arange(0, BN), seq)
+    inside = in_matrix(row + tl.arange(0, BM), col + tl.arange(0, BN), seq)
     return tl.load(p_x + o_x, mask=inside, other=other)
 
 
 @triton.jit
 def in_matrix(o_m, o_n, seq):
-    """Which pairs [BM, BN] exist: padded rows and columns of a tile do not."""
+    """Which pairs [BM, BN] exist; the rows and columns that pad a tile do not."""
     return (o_m < seq.q_len)[:, None] & (o_n < seq.k_len)[None, :]
 
 
@@ -251,8 +258,8 @@ def tanh(x):
 
 
 @triton.jit
-def visible_keys(first, last, seq, o, BN: tl.constexpr):
-    """The keys that the queries first...last can see: (lo, full_lo, full_hi, hi).
+def visible_keys(first, last, seq, opt, BN: tl.constexpr):
+    """The keys that the window lets the queries first...last see: (lo, full_lo, full_hi, hi).
 
     Keys of [lo, hi) are visible to at least one query. Keys of [full_lo, full_hi) are visible to
     all of them, so the window and the tail need no check. These two bounds are multiples of BN.
@@ -261,86 +268,91 @@ def visible_keys(first, last, seq, o, BN: tl.constexpr):
     full_lo = 0
     hi = seq.k_len
     full = seq.k_len
-    if o.left is not None:  # i + offset - left <= j
-        lo = tl.maximum(first + seq.offset - o.left, 0)
-        full_lo = (tl.maximum(last + seq.offset - o.left, 0) + BN - 1) // BN * BN
-    if o.right is not None:  # j <= i + offset + right
-        hi = tl.maximum(tl.minimum(seq.k_len, last + seq.offset + o.right + 1), 0)
-        full = tl.maximum(tl.minimum(seq.k_len, first + seq.offset + o.right + 1), 0)
+    if opt.left is not None:  # i + offset - left <= j
+        lo = tl.maximum(first + seq.offset - opt.left, 0)
+        full_lo = (tl.maximum(last + seq.offset - opt.left, 0) + BN - 1) // BN * BN
+    if opt.right is not None:  # j <= i + offset + right
+        hi = tl.maximum(tl.minimum(seq.k_len, last + seq.offset + opt.right + 1), 0)
+        full = tl.maximum(tl.minimum(seq.k_len, first + seq.offset + opt.right + 1), 0)
     full_hi = full // BN * BN
-    if o.left is not None:
+    if opt.left is not None:
         full_lo = tl.minimum(full_lo, (hi + BN - 1) // BN * BN)
         full_hi = tl.maximum(full_hi, full_lo)
     return lo, full_lo, full_hi, hi
 
 
 @triton.jit
-def visible_queries(first, last, seq, o, BM: tl.constexpr):
+def visible_queries(first, last, seq, opt, BM: tl.constexpr):
     """The queries [lo, hi) that can see any of the keys first...last; lo is a multiple of BM."""
     lo = 0
     hi = seq.q_len
-    if o.right is not None:
-        lo = tl.maximum(first - seq.offset - o.right, 0) // BM * BM
-    if o.left is not None:
-        hi = tl.minimum(seq.q_len, last - seq.offset + o.left + 1)
+    if opt.right is not None:
+        lo = tl.maximum(first - seq.offset - opt.right, 0) // BM * BM
+    if opt.left is not None:
+        hi = tl.minimum(seq.q_len, last - seq.offset + opt.left + 1)
     return lo, hi
 
 
 @triton.jit
-def in_window(o_m, o_n, seq, o):
+def in_window(o_m, o_n, seq, opt):
     """Whether pairs [BM, BN] are inside the window and inside the matrix."""
     visible = in_matrix(o_m, o_n, seq)
     d = (o_m + seq.offset)[:, None] - o_n[None, :]
-    if o.left is not None:
-        visible = visible & (d <= o.left)
-    if o.right is not None:
-        visible = visible & (d >= -o.right)
+    if opt.left is not None:
+        visible = visible & (d <= opt.left)
+    if opt.right is not None:
+        visible = visible & (d >= -opt.right)
     return visible
 
 
 @triton.jit
-def exponent_unit(o):
-    """The factor that turns scores into exponents of 2."""
+def exponent_unit(opt):
+    """The factor that turns scores into exponents of 2, see the top of this file."""
     unit = LOG2E
-    if o.rescored is None:
-        unit = o.scale * LOG2E
+    if opt.rescored is None:
+        unit = opt.scale * LOG2E
     return unit
 
 
 @triton.jit
-def scaled(s, o):
-    """Return the scores of dot products before anything is added, and d score / d s."""
+def scale_scores(s, opt):
+    """Return the scores of dot products s before biases are added, and d score / d (scale s)."""
     slope = 1.0
-    if o.rescored is not None:
-        s = s * o.scale
-    if o.softcap is not None:
-        t = tanh(s / o.softcap)
-        s = o.softcap * t
+    if opt.rescored is not None:
+        s = s * opt.scale
+    if opt.softcap is not None:
+        t = tanh(s / opt.softcap)
+        s = opt.softcap * t
         slope = 1.0 - t * t
     return s, slope
 
 
 @triton.jit
-def distance(o_m, o_n, seq):
+def absolute_distance(o_m, o_n, seq):
     """|i + offset - j| of each pair [BM, BN], in float32."""
     return tl.abs((o_m + seq.offset)[:, None] - o_n[None, :]).to(tl.float32)
 
 
 @triton.jit
-def masked(seq, i_h, row, first, o, CHECKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Return the pairs of a tile that the window and the masks leave, and what the masks add."""
-    o_n = first + tl.arange(0, BN)
+def visible_and_bias(
+    seq, i_h, row, col, opt, CHECKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    """Return which pairs [BM, BN] of a tile are visible, and the bias to add to their scores.
+
+    The mask program is left out. Without CHECKED, all pairs are known to be in the window.
+    """
+    o_n = col + tl.arange(0, BN)
     visible = o_n[None, :] >= 0
     if CHECKED:
-        visible = in_window(row + tl.arange(0, BM), o_n, seq, o)
-    if o.bool_mask is not None:
-        visible = visible & (load_pairs(o.bool_mask, seq, i_h, row, first, 0, BM, BN) != 0)
+        visible = in_window(row + tl.arange(0, BM), o_n, seq, opt)
+    if opt.bool_mask is not None:
+        visible = visible & (load_matrix_tile(opt.bool_mask, seq, i_h, row, col, 0, BM, BN) != 0)
     bias = 0.0
-    if o.added_mask is not None:
-        bias = load_pairs(o.added_mask, seq, i_h, row, first, -INF, BM, BN).to(tl.float32)
+    if opt.added_mask is not None:
+        bias = load_matrix_tile(opt.added_mask, seq, i_h, row, col, -INF, BM, BN).to(tl.float32)
         visible = visible & (bias != -INF)
-    if o.table is not None:
-        entry = load_bias(seq, i_h, row + tl.arange(0, BM), first, o, BN)
+    if opt.table is not None:
+        entry = load_bias(seq, i_h, row + tl.arange(0, BM), col, opt, BN)
         visible = visible & (entry != -INF)
         bias = bias + entry
     return visible, bias
@@ -352,10 +364,10 @@ def scores(
     b_k,  # [BN, BD]
     seq,
     i_h,
-    row,  # the first row of the tile
-    first,
+    row,  # the first query of the tile
+    col,  # the first key of the tile
     coverage,  # how many pairs the mask program makes visible
-    o,
+    opt,
     CHECKED: tl.constexpr,  # whether to check the window and the tails
     PRECISION: tl.constexpr,
 ):
@@ -363,19 +375,19 @@ def scores(
     BM: tl.constexpr = b_q.shape[0]
     BN: tl.constexpr = b_k.shape[0]
     o_m = row + tl.arange(0, BM)
-    o_n = first + tl.arange(0, BN)
-    if o.p_program is not None:  # before the product, so both need not be in registers
-        allowed = program_pairs(coverage, seq, i_h, row, first, o, BM, BN)
-    s, slope = scaled(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION), o)
-    visible, bias = masked(seq, i_h, row, first, o, CHECKED, BM, BN)
-    if o.p_program is not None:
+    o_n = col + tl.arange(0, BN)
+    if opt.p_program is not None:  # before the product, so both need not be in registers
+        allowed = program_pairs(coverage, seq, i_h, row, col, opt, BM, BN)
+    s, slope = scale_scores(tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION), opt)
+    visible, bias = visible_and_bias(seq, i_h, row, col, opt, CHECKED, BM, BN)
+    if opt.p_program is not None:
         visible = visible & allowed
-    if o.added_mask is not None or o.table is not None:
+    if opt.added_mask is not None or opt.table is not None:
         s = s + bias
-    if o.alibi is not None:
-        slope_of_head = tl.load(o.alibi.p + seq.i_b * o.alibi.b + i_h * o.alibi.h)
-        s = s - slope_of_head * distance(o_m, o_n, seq)
-    if CHECKED or o.excludes is not None:
+    if opt.alibi is not None:
+        slope_of_head = tl.load(opt.alibi.p + seq.i_b * opt.alibi.b + i_h * opt.alibi.h)
+        s = s - slope_of_head * absolute_distance(o_m, o_n, seq)
+    if CHECKED or opt.excludes is not None:
         s = tl.where(visible, s, -INF)  # selected: NaN in excluded pairs has no effect
     return s, visible, slope
 
@@ -405,29 +417,29 @@ def start_softmax(BM: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def sink_score(o, i_b, i_h):
+def sink_score(opt, i_b, i_h):
     """The sink of a head in the unit of the scores, at most 1e30; -inf after the last sequence."""
     exists = i_b >= 0
-    if o.batch is not None:
-        exists = i_b < o.batch
-    sink = tl.load(o.sinks.p + i_b * o.sinks.b + i_h * o.sinks.h, mask=exists, other=-INF)
-    if o.rescored is None:
-        sink = sink / o.scale
+    if opt.batch is not None:
+        exists = i_b < opt.batch
+    sink = tl.load(opt.sinks.p + i_b * opt.sinks.b + i_h * opt.sinks.h, mask=exists, other=-INF)
+    if opt.rescored is None:
+        sink = sink / opt.scale
     return tl.where(sink > 1e30, 1e30, sink)
 
 
 @triton.jit
-def start_with_sink(o, i_b, i_h, BM: tl.constexpr):
-    """The initial m and l with the sink: a key whose value is 0. l is inf for a sink of inf."""
-    sink = sink_score(o, i_b, i_h)
+def start_with_sink(opt, i_b, i_h, BM: tl.constexpr):
+    """The initial m and l with the sink, a key whose value is 0; for a sink of inf, l is inf."""
+    sink = sink_score(opt, i_b, i_h)
     l = tl.where(sink == -INF, 0.0, tl.where(sink == 1e30, INF, 1.0))
     return tl.zeros([BM], tl.float32) + sink, tl.zeros([BM], tl.float32) + l
 
 
 @triton.jit
-def exponent(s, m, unit, o):
-    """(s - m) * unit, in the order that is exact enough for this unit; see the module."""
-    if o.rescored is None:
+def exponent(s, m, unit, opt):
+    """(s - m) * unit, in the order that suits the unit, see the top of this file."""
+    if opt.rescored is None:
         x = s * unit - m * unit
     else:
         x = (s - m) * unit
@@ -435,19 +447,19 @@ def exponent(s, m, unit, o):
 
 
 @triton.jit
-def update_softmax(m, l, s, unit, o):
-    """Return the new m and l, exp(s - m) [BM, BN], and the factor that rescales earlier sums."""
+def update_softmax(m, l, s, unit, opt):
+    """Return the new m and l, exp(s - m) [BM, BN], and the factor [BM] that rescales old sums."""
     m_new = tl.maximum(m, tl.max(s, axis=1))
     m_safe = tl.where(m_new == -INF, 0.0, m_new)  # -inf - m must not be NaN
-    p = tl.exp2(exponent(s, m_safe[:, None], unit, o))
-    shrink = tl.exp2(exponent(m, m_safe, unit, o))
+    p = tl.exp2(exponent(s, m_safe[:, None], unit, opt))
+    shrink = tl.exp2(exponent(m, m_safe, unit, opt))
     return m_new, l * shrink + tl.sum(p, axis=1), p, shrink
 
 
 @triton.jit
-def log_sum_exp(m, l, unit, o):
+def log_sum_exp(m, l, unit, opt):
     """m + log(l) in natural units and float64, -inf for a fully masked row."""
-    if o.rescored is None:
+    if opt.rescored is None:
         top = (m * unit).to(tl.float64) * LN2  # from the same m * unit that was subtracted
     else:
         top = m.to(tl.float64)
@@ -456,9 +468,9 @@ def log_sum_exp(m, l, unit, o):
 
 
 @triton.jit
-def probabilities(s, high, low, unit, o):
-    """exp(s - lse) [BM, BN], with lse in the unit of the exponent and in two parts."""
-    if o.rescored is None:
+def probabilities(s, high, low, unit, opt):
+    """exp(s - lse) [BM, BN], with lse in the two parts of :class:`Statistics`."""
+    if opt.rescored is None:
         x = (s * unit - high[:, None]) - low[:, None]
     else:
         x = ((s - high[:, None]) - low[:, None]) * unit
@@ -466,16 +478,16 @@ def probabilities(s, high, low, unit, o):
 
 
 @triton.jit
-def dropout_keep(seq, i_h, o_m, first, o, BM: tl.constexpr, BN: tl.constexpr):
+def dropout_keep(seq, i_h, o_m, col, opt, BM: tl.constexpr, BN: tl.constexpr):
     """Whether dropout keeps pairs [BM, BN]; see ``reference.dropout_keep``.
 
-    One Philox call gives the draws of eight neighbouring keys. Joins interleave them: the outermost
-    new dimension is the high bit of the word's number, the innermost selects the half of the word.
+    One Philox call gives the draws of eight neighbouring keys, in four words of two halves. The
+    joins put them in the order of the keys: word 0 low, word 0 high, word 1 low, and so on.
     """
     zero = tl.zeros([BM, BN // 8], tl.int32)
-    blocks = first // 8 + tl.arange(0, BN // 8)
+    blocks = col // 8 + tl.arange(0, BN // 8)
     w0, w1, w2, w3 = tl.philox(
-        tl.load(o.p_seed),
+        tl.load(opt.p_seed),
         (zero + o_m[:, None]).to(tl.uint32),
         (zero + blocks[None, :]).to(tl.uint32),
         (zero + i_h).to(tl.uint32),
@@ -483,4 +495,4 @@ def dropout_keep(seq, i_h, o_m, first, o, BM: tl.constexpr, BN: tl.constexpr):
     )
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     draws = tl.join(words & 0xFFFF, words >> 16)
-    return tl.reshape(draws, [BM, BN]).to(tl.int32) < o.threshold
+    return tl.reshape(draws, [BM, BN]).to(tl.int32) < opt.threshold

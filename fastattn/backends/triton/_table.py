@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 
 class Launch(NamedTuple):
+    """The sizes of a tile, and the options of the compiler."""
+
     BM: int  # queries
     BN: int  # keys
     warps: int
@@ -39,7 +41,7 @@ class Launch(NamedTuple):
         return self.q_tiles(q_len) * self.k_tiles(k_len)
 
     def halved(self) -> Launch:
-        """Half of the tile, if it is larger than 32 x 32: for options that need more registers."""
+        """The launch with half of the tile, which needs fewer registers; 32 x 32 and less stay."""
         if max(self.BM, self.BN) <= 32:
             return self
         if self.BM > self.BN:
@@ -69,7 +71,7 @@ forward
     32 sm_80              64:32x32,4,2 128:16x32,8,1 256:32x16,8,1 512:16x16,8,1
     32 sm_90,sm_100       64:32x32,4,2 128:32x16,8,1 256:32x16,8,1 512:16x16,8,1
     32 gfx942             64:32x32,4,2 128:32x32,4,1 256:16x16,4,1 512:16x16,4,1
-# A mask needs registers, and so do the values that are summed with it.
+# A mask takes registers, and so do the biases that are added with it.
 forward_masked
     16 sm_80              64:64x64,8,3 128:64x64,8,2 256:32x32,8,2 512:16x32,8,1
     16 sm_90              64:128x64,8,3 128:128x32,8,3 256:64x32,8,2 512:32x32,8,2
@@ -156,8 +158,8 @@ additive
 """
 
 
-def _parsed(text: str) -> dict[str, _Table]:
-    """Read ``_LAUNCHES``: {architecture: {kernel: {bits: rows}}}."""
+def _parse_launches(text: str) -> dict[str, _Table]:
+    """Parse ``_LAUNCHES`` to {architecture: {kernel: {bits: rows}}}."""
     tables: dict[str, _Table] = {}
     kernel = ""
     for line in text.splitlines():
@@ -169,32 +171,32 @@ def _parsed(text: str) -> dict[str, _Table]:
         bits, architectures, *entries = line.split()
         for architecture in architectures.split(","):
             by_bits = tables.setdefault(architecture, {}).setdefault(kernel, {})
-            by_bits[int(bits)] = [_entry(entry) for entry in entries]
+            by_bits[int(bits)] = [_parse_entry(entry) for entry in entries]
     return tables
 
 
-def _entry(text: str) -> tuple[int, Launch]:
-    """Read one entry, such as ``64:128x64,8,3*``."""
+def _parse_entry(text: str) -> tuple[int, Launch]:
+    """Parse one entry, such as ``64:128x64,8,3*``."""
     numbers = map(int, re.findall(r"\d+", text))
     return next(numbers), Launch(*numbers)._replace(greedy=int(text.endswith("*")))
 
 
-ARCHITECTURES = _parsed(_LAUNCHES)
+ARCHITECTURES = _parse_launches(_LAUNCHES)
 
 
 def choose(architecture: str, kernel: str, bits: int, width: int) -> Launch:
     """Return the launch of a kernel for rows of ``width`` elements."""
     if architecture == "interpreter":
         return _INTERPRETER
-    for up_to, launch in table_of(architecture)[kernel][bits]:
-        if width <= up_to:
+    for max_width, launch in table_of(architecture)[kernel][bits]:
+        if width <= max_width:
             return launch
     raise ValueError(f"the table of {architecture} has no {kernel} for rows of {width} elements")
 
 
 @functools.cache
 def table_of(architecture: str) -> _Table:
-    """The table of an architecture: the user's entries, then ours or those of the nearest GPU.
+    """The launches of an architecture: of the user's file, then of the same or the nearest GPU.
 
     Raises ``ValueError`` if the user's file has another form.
     """
@@ -209,7 +211,10 @@ def table_of(architecture: str) -> _Table:
         from_file = json.loads(Path(path).read_text()).get(architecture, {})
         return table | {
             kernel: table[kernel]
-            | {int(bits): _before(rows, table[kernel][int(bits)]) for bits, rows in by_bits.items()}
+            | {
+                int(bits): _override_rows(rows, table[kernel][int(bits)])
+                for bits, rows in by_bits.items()
+            }
             for kernel, by_bits in from_file.items()
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -218,7 +223,7 @@ def table_of(architecture: str) -> _Table:
         ) from None
 
 
-def _before(from_file: list[Any], built_in: _Rows) -> _Rows:
-    """Rows from a file, then those of our rows that are wider than all of them."""
-    rows = sorted((int(up_to), Launch(*map(int, launch))) for up_to, launch in from_file)
+def _override_rows(from_file: list[Any], built_in: _Rows) -> _Rows:
+    """The rows of a file, then the built-in rows that are wider than all of them."""
+    rows = sorted((int(max_width), Launch(*map(int, launch))) for max_width, launch in from_file)
     return rows + [row for row in built_in if not rows or row[0] > rows[-1][0]]

@@ -14,14 +14,14 @@ from fastattn.backends.primitives import (
     AttentionOptions,
 )
 from fastattn.backends.triton._additive_kernels import (
-    Columns,
+    ScoreOperands,
     additive_backward_column,
     additive_backward_scores,
     additive_backward_value,
     additive_forward,
     additive_scores,
 )
-from fastattn.backends.triton._attend import Biases, options_of
+from fastattn.backends.triton._attend import Biases, kernel_options
 from fastattn.backends.triton._core import Options
 from fastattn.backends.triton._launch import block_of, launch, operand, plan, precision
 
@@ -42,16 +42,16 @@ def additive_attention(
     k_len, value_width = value.shape[1:]
     out = query.new_empty((batch, q_len, value_width))
     applied = query.new_empty((batch, q_len, k_len) if options.weights else 0)
-    x = _columns(query, key, v, bias)
+    operands = _score_operands(query, key, v, bias)
     launch_plan = plan("additive", query, block_of(value_width))
     launch(
         additive_forward,
         launch_plan,
         launch_plan.q_tiles(q_len) * batch,
         query.device,
-        x=x,
+        operands=operands,
         value=operand(value.unsqueeze(1)),
-        o=_options(query, key, attn_mask, seed, options),
+        opt=_options(query, key, attn_mask, seed, options),
         out=operand(out.unsqueeze(1)),
         weights=operand(applied.unsqueeze(1)) if options.weights else None,
         width=width,
@@ -80,68 +80,67 @@ def additive_attention_backward(
     k_len, value_width = value.shape[1:]
     if grad_out is None:
         grad_out = query.new_zeros(1).expand(batch, q_len, value_width)
-    o = _options(query, key, attn_mask, seed, options)
-    x = _columns(query, key, v, bias)
-    planned = plan("additive", query, block_of(value_width))
+    opt = _options(query, key, attn_mask, seed, options)
+    operands = _score_operands(query, key, v, bias)
+    score_inputs = {"operands": operands, "opt": opt, "width": width}
+    launch_plan = plan("additive", query, block_of(value_width))
 
-    def float32(*shape: int) -> Tensor:
+    def empty_float32(*shape: int) -> Tensor:
         return query.new_empty(shape, dtype=torch.float32)
 
-    scores, grad_scores = float32(batch, q_len, k_len), float32(batch, q_len, k_len)
-    maxima, sums = float32(batch, q_len), float32(batch, q_len)
+    scores, grad_scores = empty_float32(batch, q_len, k_len), empty_float32(batch, q_len, k_len)
+    maxima, sums = empty_float32(batch, q_len), empty_float32(batch, q_len)
     grad_value = value.new_empty(value.shape)
-    common: dict[str, Any] = {
+    softmax_inputs: dict[str, Any] = {
         "p_scores": scores,
         "p_top": maxima,
         "p_sum": sums,
         "grad_out": operand(grad_out.unsqueeze(1)),
-        "o": o,
+        "opt": opt,
         "DV": value_width,
         "BDV": block_of(value_width),
         "PRECISION": precision(),
     }
-    tiles = planned.tiles(q_len, k_len) * batch
-    launch(additive_scores, planned, tiles, query.device, x=x, o=o, p_scores=scores, width=width)
+    tiles = launch_plan.tiles(q_len, k_len) * batch
+    launch(additive_scores, launch_plan, tiles, query.device, **score_inputs, p_scores=scores)
     launch(
         additive_backward_scores,
-        planned,
-        planned.q_tiles(q_len) * batch,
+        launch_plan,
+        launch_plan.q_tiles(q_len) * batch,
         query.device,
-        **common,
+        **softmax_inputs,
         value=operand(value.unsqueeze(1)),
         grad_weights=None if grad_weights is None else operand(grad_weights.unsqueeze(1)),
         p_grad=grad_scores,
     )
     launch(
         additive_backward_value,
-        planned,
-        planned.k_tiles(k_len) * batch,
+        launch_plan,
+        launch_plan.k_tiles(k_len) * batch,
         query.device,
-        **common,
+        **softmax_inputs,
         grad_value=operand(grad_value.unsqueeze(1)),
     )
 
-    q_tiles = planned.q_tiles(q_len)
-    grad_q, grad_k = float32(batch, width, q_len), float32(batch, width, k_len)
-    grad_v_of_tiles = float32(batch, width, q_tiles)
+    q_tiles = launch_plan.q_tiles(q_len)
+    grad_q, grad_k = empty_float32(batch, width, q_len), empty_float32(batch, width, k_len)
+    partial_grad_v = empty_float32(batch, width, q_tiles)
     for of_keys, grad_x, tiles_of_x in (
         (False, grad_q, q_tiles),
-        (True, grad_k, planned.k_tiles(k_len)),
+        (True, grad_k, launch_plan.k_tiles(k_len)),
     ):
         launch(
             additive_backward_column,
-            planned,
+            launch_plan,
             tiles_of_x * batch * width,
             query.device,
-            x=x,
+            **score_inputs,
             p_grad=grad_scores,
-            o=o,
             p_grad_x=grad_x,
-            p_grad_v=None if of_keys else grad_v_of_tiles,
-            width=width,
+            p_grad_v=None if of_keys else partial_grad_v,
             OF_KEYS=of_keys,
         )
-    grad_v = grad_v_of_tiles.sum((0, 2), dtype=torch.float64).to(v.dtype)
+    grad_v = partial_grad_v.sum((0, 2), dtype=torch.float64).to(v.dtype)
     grad_bias = grad_mask = None
     if bias is not None:
         grad_bias = grad_q.sum((0, 2), dtype=torch.float64).to(bias.dtype)
@@ -158,10 +157,12 @@ def additive_attention_backward(
     )
 
 
-def _columns(query: Tensor, key: Tensor, v: Tensor, bias: Tensor | None) -> Columns:
-    """query and key as contiguous [B, A, L]; all in float32."""
+def _score_operands(query: Tensor, key: Tensor, v: Tensor, bias: Tensor | None) -> ScoreOperands:
+    """The operands in float32, with query and key as contiguous [B, A, L]."""
     tensors = (query.mT, key.mT, v, bias)
-    return Columns(*(None if x is None else x.to(torch.float32).contiguous() for x in tensors))
+    return ScoreOperands(
+        *(None if x is None else x.to(torch.float32).contiguous() for x in tensors)
+    )
 
 
 def _options(
@@ -171,9 +172,11 @@ def _options(
     seed: Tensor | None,
     options: AdditiveOptions,
 ) -> Options:
-    """The options of the kernels: one head, no scale."""
+    """The options in the form of the kernels: one head, no scale."""
     biases = Biases(None if attn_mask is None else attn_mask.unsqueeze(1), seed=seed)
     sizes = (1, 1, query.shape[1], key.shape[1])
     window = AttentionOptions(scale=1.0, window_right=0 if options.causal else -1)
-    attention_options = options_of(sizes, biases, window, 1.0, 0, options.dropout_p)
+    attention_options = kernel_options(
+        sizes, biases, window, scale=1.0, offset=0, dropout_p=options.dropout_p
+    )
     return attention_options._replace(rescored=1)  # scores in the unit of the definition

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastattn.backends._alloc import empty_output
 from fastattn.backends.primitives import AppendOptions, DecodeOptions
-from fastattn.backends.triton._attend import Biases, options_of, positive_scale, widths_of
+from fastattn.backends.triton._attend import Biases, kernel_options, positive_scale, widths_of
 from fastattn.backends.triton._core import Operand
 from fastattn.backends.triton._decode_kernels import (
     Cache,
@@ -18,9 +18,9 @@ from fastattn.backends.triton._decode_kernels import (
 from fastattn.backends.triton._launch import block_of, launch, operand, plan
 from fastattn.backends.triton._table import Launch
 
-# A chunk is enough work for a program, and small enough that one long sequence fills a GPU. More
-# than WAYS programs per head are not needed to fill it; where sequences are shorter than the cache,
-# most of them would do nothing.
+# A chunk is enough work for a program, and small enough that the chunks of one long sequence occupy
+# a whole GPU. At most _WAYS programs share the chunks of a head: more are not needed to occupy the
+# GPU, and most of them would do nothing for sequences that are shorter than the cache.
 _CHUNK = 256
 _WAYS = 64
 _COMBINE = Launch(1, 16, 4, 1)  # chunks at a time; memory bound
@@ -47,15 +47,15 @@ def decode_attention(
     out = empty_output(query, value_cache.shape[3])
     lse = query.new_empty((batch, heads, q_len), dtype=torch.float64)
     query, scale, _ = positive_scale(query, options)
-    cache = _cache(key_cache, cache_seqlens, block_table, cache_batch_idx)
+    cache = _cache_location(key_cache, cache_seqlens, block_table, cache_batch_idx)
     sizes = (heads, kv_heads, q_len, cache.capacity)
-    biases = Biases(None, alibi_slopes, None, sinks, relative_bias, None, mask_program)
-    o = options_of(sizes, biases, options, scale, None)
+    biases = Biases(None, alibi_slopes, None, sinks, relative_bias, mask_program=mask_program)
+    opt = kernel_options(sizes, biases, options, scale, offset=None)
     widths = widths_of(query, value_cache)
-    rows = o.group * q_len
+    rows = opt.group * q_len
     kernel = "decode" if rows <= 16 else "decode_rows"
     launch_plan = plan(kernel, query, widths["BD"], widths["BDV"])
-    if o.table is not None or o.p_program is not None:  # these need registers beside the tile
+    if opt.table is not None or opt.p_program is not None:  # these need registers beside the tile
         launch_plan = launch_plan.halved().halved()._replace(warps=8)
     chunks = -(-cache.capacity // _CHUNK)
     chunk_states = {
@@ -70,10 +70,10 @@ def decode_attention(
         ways * launch_plan.q_tiles(rows) * batch * kv_heads,
         query.device,
         q=operand(query),
-        k=_cached(key_cache),
-        v=_cached(value_cache),
+        k=_cache_operand(key_cache),
+        v=_cache_operand(value_cache),
         cache=cache,
-        o=o,
+        opt=opt,
         **chunk_states,
         chunks=chunks,
         WAYS=ways,
@@ -86,7 +86,7 @@ def decode_attention(
         batch * heads * q_len,
         query.device,
         cache=cache,
-        o=o,
+        opt=opt,
         **chunk_states,
         chunks=chunks,
         out=operand(out),
@@ -110,7 +110,7 @@ def append_to_cache(
     options: AppendOptions,
 ) -> None:
     """Append new keys and values to the cache of each sequence, in place."""
-    cache = _cache(key_cache, cache_seqlens, block_table, cache_batch_idx)
+    cache = _cache_location(key_cache, cache_seqlens, block_table, cache_batch_idx)
     for x, cached in ((key, key_cache), (value, value_cache)):
         batch, heads, rows, width = x.shape
         launch(
@@ -119,7 +119,7 @@ def append_to_cache(
             _APPEND.tiles(rows, width) * batch * heads,
             x.device,
             x=operand(x),
-            cached=_cached(cached),
+            cached=_cache_operand(cached),
             cache=cache,
             heads=heads,
             rows=rows,
@@ -127,13 +127,13 @@ def append_to_cache(
         )
 
 
-def _cache(
+def _cache_location(
     key_cache: Tensor,
     lengths: Tensor,
     block_table: Tensor | None,
     cache_batch_idx: Tensor | None,
 ) -> Cache:
-    """Describe the cache to the kernels."""
+    """The location of each sequence's keys, in the form of the kernels."""
     entries, _, length, _ = key_cache.shape
     if block_table is not None and block_table.stride(1) != 1:
         block_table = block_table.contiguous()
@@ -148,6 +148,6 @@ def _cache(
     )
 
 
-def _cached(x: Tensor) -> Operand:
-    """A cache [E, Hkv, N, D] with its own strides: size 1 does not broadcast."""
+def _cache_operand(x: Tensor) -> Operand:
+    """A cache [E, Hkv, N, D] as an operand that does not broadcast dimensions of size 1."""
     return Operand(x, *x.stride())

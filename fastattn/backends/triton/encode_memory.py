@@ -1,7 +1,7 @@
 """Memory encoding on Triton: m_i = sum_j factors_j o weight[tokens_ij] + temporal_i.
 
 The gradient of the table is summed in the order of the tokens, without atomics: the tokens are
-sorted by their row, and each program sums those of its row.
+sorted by their row, and each program sums the gradients of one row.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _TILE = Launch(16, 64, 4, 1)  # sentences, or words at a time, and columns; memo
 
 @triton.jit
 def _is_word(token, rows, padding):
-    """Whether a token counts. Tokens outside the table do not, so they are never read."""
-    counts = (token >= 0) & (token < rows)
+    """Whether a token is a word, neither padding nor outside the table, where nothing is read."""
+    in_table = (token >= 0) & (token < rows)
     if padding is not None:
-        counts = counts & (token != padding)
-    return counts
+        in_table = in_table & (token != padding)
+    return in_table
 
 
 @triton.jit
@@ -45,10 +45,10 @@ def encode_sentences(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """One tile of sentences and columns of one table."""
-    i_rbg, begin, first = matrix_tile(sentences, width, BM, BN)
+    """The memories of one tile of sentences and columns, from one table."""
+    i_rbg, begin, col = matrix_tile(sentences, width, BM, BN)
     o_n = begin + tl.arange(0, BM)
-    o_d = first + tl.arange(0, BN)
+    o_d = col + tl.arange(0, BN)
     i_g = i_rbg % tables
     i_b = i_rbg // tables % batch
     i_r = i_rbg // tables // batch
@@ -61,9 +61,9 @@ def encode_sentences(
     p_weight = weight.p + i_r * weight.b + i_g * weight.h + o_d.to(tl.int64)[None, :] * weight.d
     for j in range(words):
         token = tl.load(p_tokens + j * tokens.d, mask=m_n, other=0)
-        counts = m_n & _is_word(token, rows, padding)
-        any_word = any_word | counts
-        inside = counts[:, None] & m_d
+        is_word = m_n & _is_word(token, rows, padding)
+        any_word = any_word | is_word
+        inside = is_word[:, None] & m_d
         row = tl.load(p_weight + token[:, None] * weight.l, mask=inside, other=0.0)
         factor = tl.load(p_factors + j * width + o_d, mask=o_d < width, other=0.0)
         total += tl.where(inside, row.to(tl.float32) * factor[None, :], 0.0)
@@ -92,8 +92,8 @@ def sum_by_row(
     BN: tl.constexpr,
 ):
     """d loss / d weight_v = sum of factors_j o grad_i over the positions (i, j) of the word v."""
-    i_rgv, first = row_tile(width, BN)
-    o_d = first + tl.arange(0, BN)
+    i_rgv, col = row_tile(width, BN)
+    o_d = col + tl.arange(0, BN)
     i_v = i_rgv % rows
     i_g = i_rgv // rows % tables
     i_r = i_rgv // rows // tables
@@ -102,8 +102,8 @@ def sum_by_row(
     end = tl.load(p_starts + i_r * (rows + 1) + i_v + 1)
 
     total = tl.zeros([BN], tl.float32)
-    for first in range(begin, end, BM):
-        o_w = first + tl.arange(0, BM)
+    for word in range(begin, end, BM):
+        o_w = word + tl.arange(0, BM)
         inside = (o_w < end)[:, None] & m_d
         position = tl.load(p_order + i_r * batch * sentences * words + o_w, mask=o_w < end, other=0)
         i_j = position % words
@@ -160,12 +160,12 @@ def encode_memory_backward(
     """Return the gradients of weight and temporal, see ``docs/design.md``."""
     models, batch, tables, sentences, width = grad.shape
     rows, words = options.rows, tokens.shape[3]
-    counts = (tokens >= 0) & (tokens < rows)
+    is_word = (tokens >= 0) & (tokens < rows)
     if options.padding_idx is not None:
-        counts &= tokens != options.padding_idx
-    row_of = torch.where(counts, tokens, rows).flatten(1)  # tokens that do not count come last
+        is_word &= tokens != options.padding_idx
+    row_of = torch.where(is_word, tokens, rows).flatten(1)  # padding is sorted last
     row_of, order = row_of.sort(dim=1, stable=True)
-    every = torch.arange(rows + 1, device=tokens.device).expand(models, -1).contiguous()
+    bounds = torch.arange(rows + 1, device=tokens.device).expand(models, -1).contiguous()
     grad_weight = grad.new_empty((models, tables, rows, width))
     launch(
         sum_by_row,
@@ -174,7 +174,7 @@ def encode_memory_backward(
         grad.device,
         p_grad=grad.contiguous(),
         p_order=order,
-        p_starts=torch.searchsorted(row_of, every),
+        p_starts=torch.searchsorted(row_of, bounds),
         p_factors=factors.contiguous(),
         p_sums=grad_weight,
         tables=tables,
@@ -186,7 +186,7 @@ def encode_memory_backward(
     )
     if not options.temporal:
         return grad_weight, grad.new_empty(0)
-    any_word = counts.any(-1)[:, :, None, :, None]  # [R, B, 1, N, 1]
+    any_word = is_word.any(-1)[:, :, None, :, None]  # [R, B, 1, N, 1]
     # Selected: the gradient of a sentence without words may be NaN.
-    of_sentences = torch.where(any_word, grad, 0.0)
-    return grad_weight, of_sentences.sum(1, dtype=torch.float32).to(grad.dtype)
+    grad_memory = torch.where(any_word, grad, 0.0)
+    return grad_weight, grad_memory.sum(1, dtype=torch.float32).to(grad.dtype)

@@ -31,12 +31,12 @@ def memory_hop_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``(out, trace, stats, weights)``, see ``docs/design.md``."""
     *lead, _ = query.shape
-    shared = all(x is None or _is_one(x) for x in (in_memory, out_memory))
+    shared = all(x is None or _is_shared(x) for x in (in_memory, out_memory))
     tensors = (query, in_memory, out_memory, memory_mask, memory_bias)
-    o = options_of(*tensors, options, shared=shared)
-    applied = query.new_empty((*lead, o.hops, o.rows) if options.weights else 0)
-    weights = applied if options.weights else None
-    return *run_forward(query, o, options, weights, hop_proj), applied
+    call = describe_call(*tensors, options, shared=shared)
+    weights_out = query.new_empty((*lead, call.hops, call.rows) if options.weights else 0)
+    weights = weights_out if options.weights else None
+    return *run_forward(query, call, options, weights, hop_proj), weights_out
 
 
 def memory_hop_attention_backward(
@@ -56,26 +56,26 @@ def memory_hop_attention_backward(
     """Return the gradients of query, memories, hop_proj and bias, see ``docs/design.md``."""
     shared = in_memory.shape[0] == 1 and (out_memory is None or out_memory.shape[0] == 1)
     tensors = (query, in_memory, out_memory, memory_mask, memory_bias)
-    o = options_of(*tensors, options, shared=shared)
+    call = describe_call(*tensors, options, shared=shared)
     if options.weights and grad_weights is not None:
         grad_weights = grad_weights if query.ndim == 3 else grad_weights.unsqueeze(1)
-        o = o._replace(grad_weights=operand(grad_weights))
+        call = call._replace(grad_weights=operand(grad_weights))
     needs_scores = memory_bias is not None and bool(options.needed & 16)
-    grad_query, memories, grads, scores = run_backward(
-        grad_out, query, in_memory, out_memory, o, trace, stats, options, needs_scores, hop_proj
+    grad_query, memories, grad_sums, grad_scores = run_backward(
+        grad_out, query, in_memory, out_memory, call, trace, stats, options, needs_scores, hop_proj
     )
     grad_proj = grad_bias = None
     if hop_proj is not None and options.needed & 8:
-        states = trace[..., : 2 * o.hops : 2, :]
+        states = trace[..., : 2 * call.hops : 2, :]
         equation = "rki,rkj->kij" if hop_proj.ndim == 3 else "rki,rkj->ij"
-        factors = (x.reshape(-1, o.hops, query.shape[-1]) for x in (grads, states))
+        factors = (x.reshape(-1, call.hops, query.shape[-1]) for x in (grad_sums, states))
         grad_proj = torch.einsum(equation, *factors).to(hop_proj.dtype)
-    if scores is not None and memory_bias is not None:
-        grad_bias = summed_to(memory_bias, scores)
+    if grad_scores is not None and memory_bias is not None:
+        grad_bias = summed_to(memory_bias, grad_scores)
     return grad_query, *memories, grad_proj, grad_bias
 
 
-def options_of(
+def describe_call(
     query: Tensor,
     in_memory: Tensor,
     out_memory: Tensor | None,
@@ -85,14 +85,14 @@ def options_of(
     *,
     shared: bool,
 ) -> Hops:
-    """``shared``: the whole batch reads one memory."""
+    """Describe a call to the kernels; ``shared`` if the whole batch reads the same memory."""
     batch, queries = query.shape[0], query.shape[1] if query.ndim == 3 else 1
     input_memory = in_memory
     if out_memory is None:  # the next memory of a stack, or the only one
         out_memory = in_memory if in_memory.ndim == 3 else in_memory[:, 1:]
     return Hops(
-        m=_memory(input_memory),
-        c=_memory(out_memory),
+        m=_memory_operand(input_memory),
+        c=_memory_operand(out_memory),
         bool_mask=None if mask is None else operand(mask),
         added_mask=None if bias is None else operand(bias),
         grad_weights=None,
@@ -107,42 +107,42 @@ def options_of(
 
 def run_forward(
     query: Tensor,
-    o: Hops,
+    call: Hops,
     options: MemoryHopOptions,
-    applied: Tensor | None = None,
+    weights_out: Tensor | None = None,
     hop_proj: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the last state, all states, and the statistics of each hop."""
+    """Return ``(out, trace, stats)`` of the primitive, and write weights to ``weights_out``."""
     *lead, width = query.shape
     out = query.new_empty((*lead, width))
-    trace = query.new_empty((*lead, 2 * o.hops + 1, width), dtype=torch.float32)
-    stats = query.new_empty((*lead, o.hops, 2), dtype=torch.float32)
-    planned = plan("hops", query, block_of(width))
-    first: Operand | None = _vectors(query)
-    for hops in [(0, o.hops - 1)] if hop_proj is None else [(n, n) for n in range(o.hops)]:
+    trace = query.new_empty((*lead, 2 * call.hops + 1, width), dtype=torch.float32)
+    stats = query.new_empty((*lead, call.hops, 2), dtype=torch.float32)
+    launch_plan = plan("hops", query, block_of(width))
+    first_query: Operand | None = _vector_operand(query)
+    for first_hop, last_hop in _hops_of_launches(call, hop_proj):
         projected = None
         if hop_proj is not None:
-            state = query.float() if hops[0] == 0 else trace[..., 2 * hops[0], :]
-            projected = (state @ _of_hop(hop_proj, hops[0]).mT).contiguous()
+            state = query.float() if first_hop == 0 else trace[..., 2 * first_hop, :]
+            projected = (state @ _projection_of_hop(hop_proj, first_hop).mT).contiguous()
         launch(
             hops_forward,
-            planned,
-            planned.q_tiles(o.group) * _groups(query, o),
+            launch_plan,
+            launch_plan.q_tiles(call.group) * _group_count(query, call),
             query.device,
-            query=first,
-            o=o,
+            query=first_query,
+            call=call,
             p_trace=trace,
             p_stats=stats,
-            weights=None if applied is None else Operand(applied, 0, 0, 0, 0),
+            weights=None if weights_out is None else Operand(weights_out, 0, 0, 0, 0),
             p_out=out,
             p_projected=projected,
-            first_hop=hops[0],
-            last_hop=hops[1],
+            first_hop=first_hop,
+            last_hop=last_hop,
             ACTIVATION=options.activation,
             NORMALIZE=options.normalize == "softmax",
-            **_widths(width),
+            **_width_arguments(width),
         )
-        first = None
+        first_query = None
     return out, trace, stats
 
 
@@ -151,59 +151,58 @@ def run_backward(
     query: Tensor,
     in_memory: Tensor,
     out_memory: Tensor | None,
-    o: Hops,
+    call: Hops,
     trace: Tensor,
     stats: Tensor,
     options: MemoryHopBackwardOptions,
     needs_scores: bool,
     hop_proj: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None], Tensor, Tensor | None]:
-    """Return the gradients of the query, of the memories, of each hop's sum, and of the scores."""
+    """Return the gradients of query, of (in_memory, out_memory), and of H_k u_k + o_k of each hop.
+
+    If ``needs_scores``, the last result is the gradient of the scores.
+    """
     *lead, width = query.shape
     batch, queries = lead[0], lead[1] if len(lead) == 2 else 1
-    groups = _groups(query, o)
+    groups = _group_count(query, call)
 
-    def float32(*shape: int) -> Tensor:
+    def empty_float32(*shape: int) -> Tensor:
         return query.new_empty(shape, dtype=torch.float32)
 
     grad_query = query.new_empty((*lead, width))
-    grads = float32(batch, queries, o.hops, width)
-    delta = float32(batch, queries, o.hops)
-    scores = float32(batch, queries, o.hops, o.rows) if needs_scores else None
-    planned = plan("hops_backward", query, block_of(width))
-    common: dict[str, Any] = {
-        "o": o,
+    grad_sums = empty_float32(batch, queries, call.hops, width)
+    delta = empty_float32(batch, queries, call.hops)
+    grad_scores = empty_float32(batch, queries, call.hops, call.rows) if needs_scores else None
+    launch_plan = plan("hops_backward", query, block_of(width))
+    kernel_arguments: dict[str, Any] = {
+        "call": call,
         "p_trace": trace.contiguous(),
         "p_stats": stats.contiguous(),
-        "p_grads": grads,
+        "p_grads": grad_sums,
         "p_delta": delta,
         "NORMALIZE": options.normalize == "softmax",
-        **_widths(width),
+        **_width_arguments(width),
     }
     grad_next = grad_out
-    for hop_range in (
-        [(0, o.hops - 1)] if hop_proj is None else [(n, n) for n in range(o.hops)][::-1]
-    ):
-        grad_memory = (
-            grad_query if hop_range[0] == 0 and hop_proj is None else float32(*lead, width)
-        )
+    for first_hop, last_hop in reversed(_hops_of_launches(call, hop_proj)):
+        grad_state = grad_query if hop_proj is None else empty_float32(*lead, width)
         launch(
             hops_backward_query,
-            planned,
-            planned.q_tiles(o.group) * groups,
+            launch_plan,
+            launch_plan.q_tiles(call.group) * groups,
             query.device,
-            **common,
-            grad_out=None if grad_next is None else _vectors(grad_next),
-            p_scores=scores,
-            p_grad_query=grad_memory,
-            first_hop=hop_range[0],
-            last_hop=hop_range[1],
+            **kernel_arguments,
+            grad_out=None if grad_next is None else _vector_operand(grad_next),
+            p_grad_scores=grad_scores,
+            p_grad_query=grad_state,
+            first_hop=first_hop,
+            last_hop=last_hop,
             PROJECTED=hop_proj is not None,
             ACTIVATION=options.activation,
         )
         if hop_proj is not None:
-            grad_sum = grads[:, :, hop_range[0]].reshape(*lead, width)
-            grad_next = grad_memory + grad_sum @ _of_hop(hop_proj, hop_range[0])
+            grad_sum = grad_sums[:, :, first_hop].reshape(*lead, width)
+            grad_next = grad_state + grad_sum @ _projection_of_hop(hop_proj, first_hop)
     if hop_proj is not None:
         assert grad_next is not None
         grad_query = grad_next.to(query.dtype)
@@ -215,47 +214,52 @@ def run_backward(
         slots = memory.shape[1] if memory.ndim == 4 else 1
         launch(
             hops_backward_memory,
-            planned,
-            planned.k_tiles(o.rows) * slots * memory.shape[0],
+            launch_plan,
+            launch_plan.k_tiles(call.rows) * slots * memory.shape[0],
             query.device,
-            **common,
+            **kernel_arguments,
             p_grad_memory=grad_memory,
             groups=groups,
             slots=slots,
-            out_first=1 if out_memory is None else 0,
-            READ=n == 0,
-            WRITTEN=n == 1 or out_memory is None,
+            first_out_slot=1 if out_memory is None else 0,
+            IS_INPUT=n == 0,
+            IS_OUTPUT=n == 1 or out_memory is None,
             SUMMED=memory.shape[0] == 1 and groups != 1,
         )
-    return grad_query, (memories[0], memories[1]), grads, scores
+    return grad_query, (memories[0], memories[1]), grad_sums, grad_scores
 
 
-def _is_one(memory: Tensor) -> bool:
+def _is_shared(memory: Tensor) -> bool:
     """Whether the whole batch shares one memory."""
     return memory.shape[0] == 1 or memory.stride(0) == 0
 
 
-def _groups(query: Tensor, o: Hops) -> int:
-    """The number of groups of queries that share a memory."""
+def _hops_of_launches(call: Hops, hop_proj: Tensor | None) -> list[tuple[int, int]]:
+    """The first and last hop of each launch. PyTorch projects the state between two launches."""
+    return [(0, call.hops - 1)] if hop_proj is None else [(n, n) for n in range(call.hops)]
+
+
+def _group_count(query: Tensor, call: Hops) -> int:
+    """The number of groups of queries; a group shares a memory."""
     rows = query.shape[0] * (query.shape[1] if query.ndim == 3 else 1)
-    return rows // max(o.group, 1) if rows else 0
+    return rows // max(call.group, 1) if rows else 0
 
 
-def _of_hop(hop_proj: Tensor, hop: int) -> Tensor:
-    """H_k in float32."""
+def _projection_of_hop(hop_proj: Tensor, hop: int) -> Tensor:
+    """H_k of this hop, [D, D], in float32."""
     return (hop_proj if hop_proj.ndim == 2 else hop_proj[hop]).float()
 
 
-def _widths(width: int) -> dict[str, Any]:
-    """The width of a row, as arguments of a kernel."""
+def _width_arguments(width: int) -> dict[str, Any]:
+    """The width of a row, and the precision, as arguments of a kernel."""
     return {"D": width, "BD": block_of(width), "PRECISION": precision()}
 
 
-def _memory(x: Tensor) -> Operand:
-    """[B|1, N, D] or [B|1, K, N, D] as [B, K, N, D]; the first is the same for every hop."""
+def _memory_operand(x: Tensor) -> Operand:
+    """A memory [B|1, N, D] or [B|1, K, N, D] as [B, K, N, D]; without K all hops share it."""
     return operand(x if x.ndim == 4 else x.unsqueeze(1))
 
 
-def _vectors(x: Tensor) -> Operand:
-    """[B, D] or [B, Q, D] as [B, Q, -, D]."""
+def _vector_operand(x: Tensor) -> Operand:
+    """Vectors [B, D] or [B, Q, D] as an operand [B, Q, -, D]."""
     return operand(x[:, None, None] if x.ndim == 2 else x.unsqueeze(2))

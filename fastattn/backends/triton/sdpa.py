@@ -15,10 +15,10 @@ from fastattn.backends.triton._attend import (
     Biases,
     Cotangents,
     attend,
+    backward_statistics,
     differentiate,
-    options_of,
+    kernel_options,
     positive_scale,
-    statistics,
     widths_of,
 )
 from fastattn.backends.triton._core import Options
@@ -46,25 +46,25 @@ def scaled_dot_product_attention(
     k_len = key.shape[2]
     query, scale, _ = positive_scale(query, options)
     biases = Biases(attn_mask, alibi_slopes, seed, sinks, relative_bias, positions, mask_program)
-    o = _options(query, key, biases, options, scale)
-    call = Attention(query, key, value, o, batch)
+    opt = _options(query, key, biases, options, scale)
+    call = Attention(query, key, value, opt, batch)
     out, lse = attend(call)
     if options.weights == 0:
         return out, lse, query.new_empty(0)
 
     averaged = options.weights == 2
     applied = query.new_empty((batch, 1 if averaged else heads, q_len, k_len))
-    row_statistics = statistics(call, out, lse, Cotangents(), exact=False)
+    row_statistics = backward_statistics(call, out, lse, Cotangents(), exact=False)
     widths = widths_of(query, value)
-    planned = plan("forward_masked", query, widths["BD"])
+    launch_plan = plan("forward_masked", query, widths["BD"])
     launch(
         attention_weights,
-        planned,
-        planned.tiles(q_len, k_len) * applied.shape[0] * applied.shape[1],
+        launch_plan,
+        launch_plan.tiles(q_len, k_len) * applied.shape[0] * applied.shape[1],
         query.device,
         q=operand(query),
         k=operand(key),
-        o=o,
+        opt=opt,
         stats=row_statistics,
         weights=operand(applied),
         AVERAGED=averaged,
@@ -104,39 +104,41 @@ def scaled_dot_product_attention_backward(
             weights=grad_weights.unsqueeze(1), weight_share=1.0 / max(heads, 1)
         )
     query, scale, sign = positive_scale(query, options)
-    o = _options(query, key, biases, options, scale)
-    call = Attention(query, key, value, o, batch)
-    grads, common = differentiate(call, out, lse, cotangents, sign, biases, options.needs_mask_grad)
+    opt = _options(query, key, biases, options, scale)
+    call = Attention(query, key, value, opt, batch)
+    grads, kernel_arguments = differentiate(
+        call, out, lse, cotangents, sign, biases, options.needs_mask_grad
+    )
     grad_mask = None
     if options.needs_mask_grad:
         assert attn_mask is not None
-        grad_mask = _mask_gradient(call, attn_mask, common)
+        grad_mask = _mask_gradient(call, attn_mask, kernel_arguments)
     return *grads[:3], grad_mask, *grads[3:]
 
 
-def _mask_gradient(call: Attention, attn_mask: Tensor, common: dict[str, Any]) -> Tensor:
-    """The gradient of a mask, from the arguments of ``differentiate``."""
+def _mask_gradient(call: Attention, attn_mask: Tensor, kernel_arguments: dict[str, Any]) -> Tensor:
+    """The gradient of the mask; ``kernel_arguments`` come from ``differentiate``."""
     query, batch = call.query, call.batch
     heads, q_len, k_len = query.shape[1], query.shape[2], call.key.shape[2]
     mask_batch, mask_heads, mask_q, mask_k = attn_mask.shape
-    planned = call.plan("backward_mask")
+    launch_plan = call.plan("backward_mask")
     sum_q, sum_k = mask_q != q_len, mask_k != k_len
     partial_sums = query.new_zeros(
         (
             mask_batch,
             mask_heads,
-            planned.q_tiles(q_len) if sum_q else q_len,
-            planned.k_tiles(k_len) if sum_k else k_len,
+            launch_plan.q_tiles(q_len) if sum_q else q_len,
+            launch_plan.k_tiles(k_len) if sum_k else k_len,
         ),
         dtype=torch.float32,
     )
     launch(
         attention_backward_mask,
-        planned,
-        planned.tiles(q_len, k_len) * mask_batch * mask_heads,
+        launch_plan,
+        launch_plan.tiles(q_len, k_len) * mask_batch * mask_heads,
         query.device,
         **call.operands(),
-        **common,
+        **kernel_arguments,
         p_grad=partial_sums,
         mask_heads=mask_heads,
         batch_sum=batch // max(mask_batch, 1),
@@ -157,4 +159,4 @@ def _options(
     """The options of the kernels for a batch [B, H, L, D]."""
     (heads, q_len), (kv_heads, k_len) = query.shape[1:3], key.shape[1:3]
     sizes = (heads, kv_heads, q_len, k_len)
-    return options_of(sizes, biases, options, scale, options.offset, options.dropout_p)
+    return kernel_options(sizes, biases, options, scale, options.offset, options.dropout_p)

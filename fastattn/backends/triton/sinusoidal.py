@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastattn.backends._sinusoidal import encoding_on
+from fastattn.backends._sinusoidal import make_encoding
 from fastattn.backends.primitives import SinusoidalOptions
 from fastattn.backends.triton._core import matrix_tile
 from fastattn.backends.triton._launch import launch, operand
@@ -24,8 +24,10 @@ TURN = tl.constexpr(2.0**64)
 
 
 @triton.jit
-def sine_of(angle):
-    """sin(2 pi angle / 2^64) in float32: the nearest quadrant, and t of a turn from it, |t| <= 1/8.
+def sine_of_fraction(angle):
+    """sin(2 pi angle / 2^64) in float32, from the nearest multiple of a quarter turn.
+
+    The angle is t of a turn away from that multiple, |t| <= 1/8.
 
     The relative error is 3e-9 for the sine and 2e-10 for the cosine, plus the rounding.
     """
@@ -58,11 +60,11 @@ def encode_rows(
     BN: tl.constexpr,
 ):
     """One tile of rows and columns: x * scale + encoding."""
-    i_bh, row, first = matrix_tile(rows, width, BM, BN)
+    i_bh, row, col = matrix_tile(rows, width, BM, BN)
     o_l = row + tl.arange(0, BM)
     i_b = i_bh // heads
     i_h = i_bh % heads
-    o_d = first + tl.arange(0, BN)
+    o_d = col + tl.arange(0, BN)
     m_l = o_l < rows
     m_d = o_d < width
 
@@ -73,7 +75,7 @@ def encode_rows(
         position = tl.load(p_p, mask=m_l, other=0)
     frequency = tl.load(p_frequency + o_d, mask=m_d, other=0)
     phase = tl.load(p_phase + o_d, mask=m_d, other=0)
-    encoding = sine_of(position[:, None] * frequency[None, :] + phase[None, :])
+    encoding = sine_of_fraction(position[:, None] * frequency[None, :] + phase[None, :])
     if padding is not None:
         encoding = tl.where((position == padding)[:, None], 0.0, encoding)
 
@@ -120,4 +122,4 @@ def _encode(
     return out
 
 
-sinusoidal_encoding = encoding_on(_encode)
+sinusoidal_encoding = make_encoding(_encode)

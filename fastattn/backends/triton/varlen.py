@@ -12,7 +12,7 @@ from fastattn.backends.triton._attend import (
     Cotangents,
     attend,
     differentiate,
-    options_of,
+    kernel_options,
     positive_scale,
 )
 from fastattn.backends.triton._core import Options
@@ -34,9 +34,9 @@ def varlen_attention(
 ) -> tuple[Tensor, Tensor]:
     """Return ``(out, lse)``, see ``docs/design.md``."""
     query, scale, _ = positive_scale(query, options)
-    biases = Biases(None, alibi_slopes, seed, sinks, relative_bias, None, mask_program)
-    o = _options(query, key, cu_seqlens_q, cu_seqlens_k, biases, options, scale)
-    return attend(Attention(query, key, value, o, cu_seqlens_q.shape[0] - 1))
+    biases = Biases(None, alibi_slopes, seed, sinks, relative_bias, mask_program=mask_program)
+    opt = _options(query, key, cu_seqlens_q, cu_seqlens_k, biases, options, scale)
+    return attend(Attention(query, key, value, opt, cu_seqlens_q.shape[0] - 1))
 
 
 def varlen_attention_backward(
@@ -59,9 +59,9 @@ def varlen_attention_backward(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key, value, sinks and relative bias, or None."""
     query, scale, sign = positive_scale(query, options)
-    biases = Biases(None, alibi_slopes, seed, sinks, relative_bias, None, mask_program)
-    o = _options(query, key, cu_seqlens_q, cu_seqlens_k, biases, options, scale)
-    call = Attention(query, key, value, o, cu_seqlens_q.shape[0] - 1)
+    biases = Biases(None, alibi_slopes, seed, sinks, relative_bias, mask_program=mask_program)
+    opt = _options(query, key, cu_seqlens_q, cu_seqlens_k, biases, options, scale)
+    call = Attention(query, key, value, opt, cu_seqlens_q.shape[0] - 1)
     cotangents = Cotangents(grad_out, grad_lse)
     return differentiate(call, out, lse, cotangents, sign, biases)[0]
 
@@ -75,10 +75,11 @@ def _options(
     options: VarlenOptions,
     scale: float,
 ) -> Options:
-    """The options of the kernels for packed sequences."""
+    """The options in the form of the kernels, for packed sequences."""
     (rows, heads), (keys, kv_heads) = query.shape[:2], key.shape[:2]
-    sizes, offset = (heads, kv_heads, rows, keys), None if options.bottom_right else 0
-    return options_of(sizes, biases, options, scale, offset, options.dropout_p)._replace(
+    sizes = (heads, kv_heads, rows, keys)
+    offset = None if options.bottom_right else 0
+    return kernel_options(sizes, biases, options, scale, offset, options.dropout_p)._replace(
         p_q_starts=cu_seqlens_q.to(torch.int64).contiguous(),
         p_k_starts=cu_seqlens_k.to(torch.int64).contiguous(),
         batch=cu_seqlens_q.shape[0] - 1,
