@@ -19,7 +19,7 @@ from fastattn.distributed._peers import Peers, process_group
 from fastattn.distributed._replicated import agreed, described, merged_states
 from fastattn.distributed.layout import Layout
 from fastattn.ops import decode as one_process
-from fastattn.ops._append import append, check_new
+from fastattn.ops._append import append, check_new_rows
 from fastattn.ops.decode import decode
 
 _OP = "fastattn.distributed.decode_attention"
@@ -241,7 +241,7 @@ def _checked_rows(
             )
     if layout == "bnhd":
         key, value = key.transpose(1, 2), value.transpose(1, 2)
-    check_new(key, value, query, keys, values, seqlens)
+    check_new_rows(key, value, query, keys, values, seqlens)
     return key, value
 
 

@@ -15,9 +15,9 @@ from fastattn.call import Plan, Plans, with_arguments_of
 from fastattn.checks import default_scale
 from fastattn.compat import runs_eagerly
 from fastattn.library import Operator
-from fastattn.ops._append import append, check_memory, check_new, check_rotary, outside
-from fastattn.ops._quantised import check_rotated, check_scales
-from fastattn.ops._relative_bias import fold_distances, largest, split_bias
+from fastattn.ops._append import append, check_new_rows, check_rotary, check_strides, copy_overlaps
+from fastattn.ops._quantised import check_rotation, check_scales
+from fastattn.ops._relative_bias import fold_distances, split_bias, traced_max
 
 _OP = "decode_attention"
 plans = Plans(rows=3)
@@ -160,7 +160,7 @@ def decode_attention(
     others = (relative_bias, mask, rotary_interleaved, layout, return_lse)
     if plan is not None:
         try:
-            return _planned(plan, tensors, *others)
+            return _run_plan(plan, tensors, *others)
         except ValueError:  # the complete path raises a message that names the argument
             pass
     operator, call, new_rows = prepare(
@@ -170,7 +170,7 @@ def decode_attention(
         *(rotary_positions, layout, return_lse),
     )
     if signature is not None:
-        plan = _keep(signature, (*tensors, *tables), call, new_rows)
+        plan = _keep_plan(signature, (*tensors, *tables), call, new_rows)
     if new_rows is not None:
         if compat.exports_onnx():
             raise compat.not_in_onnx(_OP, "it writes to its cache")
@@ -179,10 +179,10 @@ def decode_attention(
         rotated = append(*new_rows)
         call = call if rotated is None else (rotated, *call[1:])
     results = operator(*call) if plan is None else plan.all(call[:-1], call[-1])
-    return _returned(results, layout, return_lse)
+    return _public_results(results, layout, return_lse)
 
 
-def _keep(
+def _keep_plan(
     signature: bytes,
     tensors: tuple[Any, ...],  # of the public call
     call: tuple[Any, ...],  # the operator's arguments
@@ -204,7 +204,7 @@ def _keep(
     return plans.keep(signature, decode, call, in_order)
 
 
-def _planned(
+def _run_plan(
     plan: Plan,
     tensors: tuple[Any, ...],  # as decode_attention signs them
     relative_bias: Tensor | T5 | None,
@@ -244,8 +244,8 @@ def _planned(
             program = masks.cache_program(_OP, mask, query, capacity, after)
     if key is not None and value is not None:
         if 0 in key_cache.stride() or 0 in value_cache.stride():
-            check_memory(key_cache=key_cache, value_cache=value_cache)
-        key, value = outside((key, value), (key_cache, value_cache))
+            check_strides(key_cache=key_cache, value_cache=value_cache)
+        key, value = copy_overlaps((key, value), (key_cache, value_cache))
         rotary: tuple[Tensor | None, ...] = (None,) * 4
         options = _NOT_ROTATED
         if rotary_cos is not None:
@@ -261,10 +261,10 @@ def _planned(
     slopes, sinks = (x[None] if x is not None and x.dim() == 1 else x for x in (slopes, sinks))
     biases = (slopes, sinks, table, program, leftpad, *scales)
     results = plan.all((query, key_cache, value_cache, after, block_table, entries, *biases))
-    return _returned(results, layout, return_lse)
+    return _public_results(results, layout, return_lse)
 
 
-def _returned(results: tuple[Tensor, Tensor], layout: str, return_lse: bool) -> Any:
+def _public_results(results: tuple[Tensor, Tensor], layout: str, return_lse: bool) -> Any:
     """The results of the public function."""
     out, lse = results
     out = out.transpose(1, 2) if layout == "bnhd" else out
@@ -273,7 +273,7 @@ def _returned(results: tuple[Tensor, Tensor], layout: str, return_lse: bool) -> 
     return out, lse if out.dtype is torch.float64 else lse.float()
 
 
-def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...] | None]:
+def _validate(args: Any) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...] | None]:
     """Validate; return the operator, its arguments, and the arguments of append() or None."""
     query, key_cache, value_cache = args.query, args.key_cache, args.value_cache
     key, value, layout = args.key, args.value, args.layout
@@ -295,7 +295,7 @@ def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...] | No
             )
     checks.check_dtypes(_OP, query, query, query)
     if key is not None:
-        check_memory(key_cache=key_cache, value_cache=value_cache)
+        check_strides(key_cache=key_cache, value_cache=value_cache)
     scales, caches = (args.key_scales, args.value_scales), (key_cache, value_cache)
     if any(x is not None for x in scales) or any(x.dtype in QUANTISED for x in caches):
         scales = check_scales(*scales, *caches, layout, key, value)
@@ -315,9 +315,9 @@ def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...] | No
             f"got shapes {tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
         )
     if new is not None:
-        check_new(*new, query, key_cache, value_cache, args.cache_seqlens)
+        check_new_rows(*new, query, key_cache, value_cache, args.cache_seqlens)
         if runs_eagerly(*new, key_cache, value_cache):
-            new = outside(new, (key_cache, value_cache))
+            new = copy_overlaps(new, (key_cache, value_cache))
 
     batch, device = query.shape[0], query.device
     block_table, cache_batch_idx = args.block_table, args.cache_batch_idx
@@ -367,7 +367,7 @@ def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...] | No
     new_rows = None
     if new is not None:
         if args.rotary_cos is not None and scales[0] is not None:
-            check_rotated(*scales)
+            check_rotation(*scales)
         where = (lengths, table, entries)
         tensors = (key_cache, value_cache, *new, *where, *rotary, *scales, leftpad)
         interleaved = args.rotary_interleaved and args.rotary_cos is not None
@@ -383,7 +383,7 @@ def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...] | No
     return decode, (*tensors, DecodeOptions(**scores)), new_rows
 
 
-prepare = with_arguments_of(decode_attention, _prepare)
+prepare = with_arguments_of(decode_attention, _validate)
 
 
 def fold_table(bias: Any, query: Tensor, lengths: Tensor, capacity: int) -> Tensor:
@@ -391,7 +391,7 @@ def fold_table(bias: Any, query: Tensor, lengths: Tensor, capacity: int) -> Tens
     checks.check_constant(_OP, "relative_bias", bias.table if isinstance(bias, T5) else bias)
     q_len = query.shape[2]
     if not (lengths.is_cpu and runs_eagerly(lengths)):
-        return fold_distances(_OP, bias, query, largest(capacity, q_len, 1) - 1)
+        return fold_distances(_OP, bias, query, traced_max(capacity, q_len, 1) - 1)
     longest = int(lengths.max()) if lengths.shape[0] else 0
     of = f"{q_len} queries and {longest} keys"
     return fold_distances(_OP, bias, query, max(longest, q_len, 1) - 1, (of,))
@@ -463,7 +463,7 @@ def _no_gradient(*_: Any) -> Any:
     raise RuntimeError("decode_attention has no gradient: it is for inference")
 
 
-def _pairs(
+def _count_pairs(
     query: Tensor, key_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None, *rest: Any
 ) -> int:
     """The visible pairs by the lengths; a cache of unknown length counts as full."""
@@ -490,6 +490,6 @@ decode = Operator(
     out_like="query",
     formula=_no_gradient,
     folds=False,
-    flops=flops_of_pairs(_pairs),
+    flops=flops_of_pairs(_count_pairs),
     derived={"scale": lambda query, *_: default_scale(query.shape[-1])},
 )

@@ -20,7 +20,7 @@ from fastattn.checks import default_scale
 from fastattn.compat import runs_eagerly
 from fastattn.library import Operator
 from fastattn.ops._disentangled import fold_terms
-from fastattn.ops._relative_bias import fold_distances, largest, split_bias
+from fastattn.ops._relative_bias import fold_distances, split_bias, traced_max
 
 __all__ = ["varlen_attention"]
 
@@ -126,7 +126,7 @@ def varlen_attention(
         signature, plan = plans.find((*tensors, *tables), *kind, mask is None, *flags)
     if plan is not None:
         try:
-            return _planned(plan, tensors, (relative_bias, mask), longest, return_lse)
+            return _run_plan(plan, tensors, (relative_bias, mask), longest, return_lse)
         except ValueError:  # the complete path raises a message that names the argument
             pass
     operator, call = prepare(
@@ -144,7 +144,7 @@ def varlen_attention(
     return out, lse if out.dtype is torch.float64 else lse.float()
 
 
-def _planned(
+def _run_plan(
     plan: Plan,
     tensors: tuple[Any, ...],  # as varlen_attention signs them
     biases: tuple[Any, Any],
@@ -190,7 +190,7 @@ def _operands(
     return query, key, value, *starts, *of_heads, table, program, *terms
 
 
-def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
+def _validate(args: Any) -> tuple[Operator, tuple[Any, ...]]:
     """Validate; return the operator and its arguments, with None for the seed."""
     query, key, value, generator = args.query, args.key, args.value, args.generator
     if not isinstance(query, Tensor):
@@ -241,7 +241,7 @@ def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
     return packed_attention, (*tensors, options)
 
 
-prepare = with_arguments_of(varlen_attention, _prepare)
+prepare = with_arguments_of(varlen_attention, _validate)
 
 
 def _fold_bias(
@@ -263,7 +263,7 @@ def _fold_bias(
         bounds = [n if limit is None else limit for n, limit in zip(both, longest, strict=True)]
         if not compat.records_trace():  # which would keep the number of rows of its own call
             bounds = [min(n, bound) for n, bound in zip(both, bounds, strict=True)]
-        farthest = largest(*bounds, 1) - 1
+        farthest = traced_max(*bounds, 1) - 1
     if type(bias) is Disentangled:
         query, terms = fold_terms(_OP, bias, query, key, farthest)
         return query, None, terms[:4]
@@ -308,7 +308,7 @@ def _check_values(of: str, starts: list[int], longest: Any, rows: int | None) ->
 # --- the operator -----------------------------------------------------------------------------
 
 
-def _pairs(query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor, *rest: Any) -> int:
+def _count_pairs(query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor, *rest: Any) -> int:
     """The visible pairs of a head by the lengths; unknown lengths count as equal."""
     count = cu_q.shape[0] - 1
     starts, ends = values(cu_q), values(cu_k)
@@ -350,7 +350,7 @@ packed_attention: Operator = Operator(
         operator=_Backward,
     ),
     folds=False,  # draws are indexed by each example's own sequences
-    flops=flops_of_pairs(_pairs, operator=lambda: packed_attention),
+    flops=flops_of_pairs(_count_pairs, operator=lambda: packed_attention),
     opaque=("alibi_slopes",),
     checked_by=("cpu",),
     derived={"scale": lambda query, *_: default_scale(query.shape[-1])},
