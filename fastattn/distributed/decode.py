@@ -160,7 +160,7 @@ def decode_attention(
         )
     added = 0 if call.new is None else call.new[0].shape[2]
     batch, device = call.query.shape[0], call.query.device
-    before = one_process.checked_lengths(cache_seqlens, batch, cache.total, added, device)
+    before = one_process.check_lengths(cache_seqlens, batch, cache.total, added, device)
     filled = before + added
     table = program = None
     if call.relative_bias is not None:

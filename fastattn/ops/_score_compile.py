@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from fastattn.backends._score_program import FIELDS, HEADER, NAMED, Flag, Op
 
 # The first two nodes, and their registers: the score, and the gradient of the function's result.
-SCORE, _RESULT_GRAD = 0, 1
+SCORE, _GRAD = 0, 1
 # Bits of a level: whether a node differs between queries, between keys.
 _QUERIES, _KEYS = 1, 2
 _LEVELS = {Op.QUERY: _QUERIES, Op.KEY: _KEYS}
@@ -82,18 +82,18 @@ class Graph:
     def write_program(self, value: int, targets: Collection[int], size_count: int) -> list[int]:
         """Return the words of the program, up to the numbers that each call fills in.
 
-        ``value`` is the node of the result, ``targets`` are the captured tensors whose
-        gradients are needed, and ``size_count`` is how many numbers a call fills in. The layout is
-        in ``backends/_score_program.py``.
+        ``value`` is the node of the result, ``targets`` are the captured tensors whose gradients
+        are needed, and ``size_count`` is how many numbers a call fills in. The layout is in
+        ``backends/_score_program.py``.
         """
-        gradient, scatters = self._differentiate(value, targets)
-        flags = Flag.DERIVES if gradient != _RESULT_GRAD or scatters else Flag(0)
+        gradient, scatters = self._derive(value, targets)
+        flags = Flag.DERIVES if gradient != _GRAD or scatters else Flag(0)
         if scatters:
             flags |= Flag.SCATTERS
         steps = _Steps(self.nodes)
-        value_register, forward = steps.write_sections(value)
+        value_register, forward = steps.write(value)
         gradient_register, backward = (
-            steps.write_sections(gradient, scatters) if flags else (_RESULT_GRAD, [[]] * 3)
+            steps.write(gradient, scatters) if flags else (_GRAD, [[]] * 3)
         )
         sections = [*forward[:2], *backward]
         if len(steps.levels) > _MOST_REGISTERS or max(map(len, sections)) > _MOST_STEPS:
@@ -110,22 +110,19 @@ class Graph:
 
         Their gradients of ``targets`` can be summed in one buffer without a conflict.
         """
-        batch_dims: dict[int, set[int]] = {}  # by tensor: dimensions that only this index selects
+        index_dims: dict[int, set[int]] = {}  # by tensor: dimensions that only this index selects
         for gather in self.gathers.values():
             if gather.captured in targets:
                 dims = {dim for dim, n in enumerate(gather.dims) if self.nodes[n].op is op}
-                batch_dims[gather.captured] = batch_dims.get(gather.captured, dims) & dims
-        sizes = [[tensors[x].shape[dim] for dim in dims] for x, dims in batch_dims.items()]
+                index_dims[gather.captured] = index_dims.get(gather.captured, dims) & dims
+        sizes = [[tensors[x].shape[dim] for dim in dims] for x, dims in index_dims.items()]
         return min([max([0, *dims]) for dims in sizes], default=0)
 
-    def _differentiate(
-        self, value: int, targets: Collection[int]
-    ) -> tuple[int, list[tuple[int, int]]]:
-        """Differentiate the result ``value`` in reverse mode.
+    def _derive(self, value: int, targets: Collection[int]) -> tuple[int, list[tuple[int, int]]]:
+        """Differentiate ``value`` in reverse; return the gradient of the score, and the scatters.
 
-        Return the node of the score's gradient, and the pairs (gather, node of its gradient) of the
-        captured tensors. A node that is the same for all queries, or keys, has as its gradient the
-        sum over them.
+        A scatter is a pair of a gather of a captured tensor and its gradient. The gradient of a
+        node that is the same for all queries, or keys, is the sum over them.
         """
         differentiable = {SCORE}
         for n, node in enumerate(self.nodes):
@@ -136,7 +133,7 @@ class Graph:
             is_detached = node.op is Op.SELECT and node.args[1] == node.args[2]
             if node.op in _FLAT or is_detached:
                 differentiable.discard(n)
-        contributions: dict[int, list[int]] = {value: [_RESULT_GRAD]}
+        contributions: dict[int, list[int]] = {value: [_GRAD]}
         gradient, scatters = self.const(0.0), []
         for n in range(value, -1, -1):
             if n not in contributions or n not in differentiable:
@@ -246,7 +243,7 @@ class _Steps:
         self._nodes = nodes
         self.levels = [_QUERIES | _KEYS] * 2
 
-    def write_sections(
+    def write(
         self, result: int, scatters: Sequence[tuple[int, int]] = ()
     ) -> tuple[int, list[list[tuple[int, ...]]]]:
         """Return the register of ``result``, and three lists of steps.
@@ -256,13 +253,13 @@ class _Steps:
         """
         nodes, schedule = self._nodes, self._schedule(result, scatters)
         last_use = {x: step for step, (_, n, args, _) in enumerate(schedule[1]) for x in (n, *args)}
-        registers, free = {SCORE: SCORE, _RESULT_GRAD: _RESULT_GRAD}, dict[int, list[int]]()
+        registers, free = {SCORE: SCORE, _GRAD: _GRAD}, dict[int, list[int]]()
         steps: list[list[tuple[int, ...]]] = [[], [], []]
         for part, section_steps in zip(schedule, steps, strict=True):
             for step, (op, n, args, numbers) in enumerate(part):
                 operands = [registers[arg] for arg in args]
                 for arg in dict.fromkeys(args):
-                    is_temporary = nodes[arg].level & _KEYS and arg > _RESULT_GRAD and arg != result
+                    is_temporary = nodes[arg].level & _KEYS and arg > _GRAD and arg != result
                     if part is schedule[1] and is_temporary and last_use[arg] == step:
                         free.setdefault(nodes[arg].level, []).append(registers[arg])
                 if n not in registers:

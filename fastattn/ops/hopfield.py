@@ -111,16 +111,18 @@ def hopfield_retrieve(
     signature, plan = plans.find(tensors, beta, *limits, dropout_p, need_weights, need_steps)
     if plan is not None and not _is_expanded(stored):
         steps, reading = plan
-        return _planned(steps, reading, tensors, need_weights, need_steps)
+        return _run_plan(steps, reading, tensors, need_weights, need_steps)
     others = (beta, *limits, attn_mask, dropout_p, need_weights, need_steps)
     call: _Call = prepared(state, stored, projection, *others)
     xi, taken = call.state, None
     if update_steps_max != 0:
         groups, back = primitive(call)
         if signature is not None and not (groups[-1].crowded or _is_expanded(stored)):
-            plan = _keep(signature, tensors, groups, _reading(call, dropout_p, need_weights)[1])
+            plan = _keep_plan(
+                signature, tensors, groups, _reading(call, dropout_p, need_weights)[1]
+            )
             if plan is not None:
-                return _planned(*plan, tensors, need_weights, need_steps)
+                return _run_plan(*plan, tensors, need_weights, need_steps)
         xi, taken, _ = hopfield_states(*groups)
         xi, taken = back(xi)[..., : call.state.shape[-1]], back(taken)
     elif need_steps:
@@ -128,10 +130,10 @@ def hopfield_retrieve(
     result = sdpa.scaled_dot_product_attention(
         *call.reading(xi), dropout_p, scale=call.scale, need_weights=need_weights
     )
-    return _returned(result, taken if need_steps else None, state.ndim)
+    return _public_results(result, taken if need_steps else None, state.ndim)
 
 
-def _keep(
+def _keep_plan(
     signature: bytes,
     tensors: tuple[Any, ...],
     steps: tuple[Any, ...],  # the arguments of the operator of the steps
@@ -154,7 +156,7 @@ def _keep(
     return steps_plan, reading_plan
 
 
-def _planned(
+def _run_plan(
     steps: Plan,
     reading: Plan,
     tensors: tuple[Any, ...],  # state, stored, projection, mask
@@ -187,10 +189,10 @@ def _planned(
     else:
         xi = steps.first(groups, options)
     patterns = (xi, stored, value, mask, None, None)
-    return _returned(sdpa.planned(reading, *patterns, need_weights=need_weights), taken, rank)
+    return _public_results(sdpa.planned(reading, *patterns, need_weights=need_weights), taken, rank)
 
 
-def _returned(result: Any, taken: Tensor | None, rank: int) -> Any:
+def _public_results(result: Any, taken: Tensor | None, rank: int) -> Any:
     """Return the results of the public function, with as many dimensions as its state.
 
     ``result`` is the output, or a tuple of it and the weights; ``taken`` are the steps, negative

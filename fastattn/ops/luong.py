@@ -352,7 +352,7 @@ def _check(
 # --- the operator -----------------------------------------------------------------------------
 
 
-def _pairs(query: Tensor, key: Tensor, *rest: Any) -> int:
+def _count_pairs(query: Tensor, key: Tensor, *rest: Any) -> int:
     """The pairs of whole windows, because the existing keys depend on the positions."""
     return query.shape[0] * query.shape[1] * min(2 * rest[-1].reach + 1, key.shape[1])
 
@@ -369,7 +369,7 @@ local_attention = Operator(
         gives="query key value positions",
         options=LocalOptions,
     ),
-    flops=flops_of_pairs(_pairs),
+    flops=flops_of_pairs(_count_pairs),
     opaque=("factor",),
     checked_by=("cpu",),
 )

@@ -103,7 +103,7 @@ def memory_hop_attention(
     signature, plan = plans.find(tensors, *options)
     if plan is not None:
         try:
-            return _planned(plan, tensors, need_weights)
+            return _run_plan(plan, tensors, need_weights)
         except ValueError:  # the complete path raises a message that names the argument
             pass
     biases = (hop_proj, memory_mask, memory_bias)
@@ -115,7 +115,7 @@ def memory_hop_attention(
     return (out, weights) if need_weights else out
 
 
-def _planned(plan: Plan, tensors: tuple[Any, ...], need_weights: bool) -> Any:
+def _run_plan(plan: Plan, tensors: tuple[Any, ...], need_weights: bool) -> Any:
     """The results of a call by its plan."""
     if plan.viewed:
         query, *memories, hop_proj, mask, bias = tensors
@@ -129,7 +129,7 @@ def _planned(plan: Plan, tensors: tuple[Any, ...], need_weights: bool) -> Any:
     return u, weights
 
 
-def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
+def _validate(args: Any) -> tuple[Operator, tuple[Any, ...]]:
     """Validate the arguments of :func:`memory_hop_attention`; return the operator and its own."""
     query, in_memory, out_memory, hops, hop_proj, memory_mask, memory_bias, *others = args
     activation, normalize, scale, need_weights = others
@@ -171,7 +171,7 @@ def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
     return hop_attention, (*tensors, options)
 
 
-prepare = with_arguments_of(memory_hop_attention, _prepare)
+prepare = with_arguments_of(memory_hop_attention, _validate)
 
 
 # --- validation ------------------------------------------------------------------------------

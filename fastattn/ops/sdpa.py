@@ -258,7 +258,7 @@ def planned(
     return (out, lse, weights) if need_weights else (out, lse)
 
 
-def _prepare(
+def _validate(
     args: Any,  # the arguments of the public function
 ) -> tuple[Operator, tuple[Any, ...], Folding | _jagged.JaggedFolding]:
     """Validate; return the operator, its arguments with None for the seed, and the folding.
@@ -322,7 +322,7 @@ def _prepare(
     return attention, (query, key, value, *biases, options), folding
 
 
-prepare = with_arguments_of(scaled_dot_product_attention, _prepare)
+prepare = with_arguments_of(scaled_dot_product_attention, _validate)
 
 
 # --- folding ----------------------------------------------------------------------------------
@@ -524,7 +524,7 @@ def _common_shape(what: str, *shapes: Sequence[int]) -> tuple[int, ...]:
 # --- the operator -----------------------------------------------------------------------------
 
 
-def _pairs(query: Tensor, key: Tensor, *rest: Any) -> int:
+def _count_pairs(query: Tensor, key: Tensor, *rest: Any) -> int:
     """The visible pairs by the sizes and the window."""
     (batch, heads, q_len, _), options = query.shape, rest[-1]
     offset = _last_at_last(query, key) if options.offset is None else options.offset
@@ -575,7 +575,7 @@ attention: Operator = Operator(
         options=AttentionBackwardOptions,
         operator=_Backward,
     ),
-    flops=flops_of_pairs(_pairs, operator=lambda: attention),
+    flops=flops_of_pairs(_count_pairs, operator=lambda: attention),
     opaque=("alibi_slopes",),
     checked_by=("cpu",),
     derived={

@@ -82,10 +82,10 @@ def sinusoidal_encoding(
     if plan is None:
         operator, arguments = prepare(x, offset, positions, *options)
         plan = plans.keep(signature, operator, arguments, (x, positions))
-    return operator(*arguments) if plan is None else _planned(plan, x, offset, positions)
+    return operator(*arguments) if plan is None else _run_plan(plan, x, offset, positions)
 
 
-def _planned(plan: Plan, x: Tensor, offset: Any, positions: Tensor | None) -> Tensor:
+def _run_plan(plan: Plan, x: Tensor, offset: Any, positions: Tensor | None) -> Tensor:
     """The result of a call by its plan."""
     options, out = plan.options, None
     if plan.requires_grad and torch.is_grad_enabled():
@@ -132,7 +132,7 @@ def sinusoidal_table(
     )
 
 
-def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
+def _validate(args: Any) -> tuple[Operator, tuple[Any, ...]]:
     """Validate the arguments of :func:`sinusoidal_encoding`; return the operator and its own."""
     x, offset, positions, layout, max_timescale, scale, padding_idx = args
     _check_x(x)
@@ -144,7 +144,7 @@ def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
     return encode_positions, (x, positions, options)
 
 
-prepare = with_arguments_of(sinusoidal_encoding, _prepare)
+prepare = with_arguments_of(sinusoidal_encoding, _validate)
 
 
 def _check_x(x: Tensor) -> None:
