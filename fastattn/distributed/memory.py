@@ -220,7 +220,7 @@ def hopfield_retrieve(
             whole_beta = enter(peers, "the gradient of beta", beta)
         limits = (update_steps_max, update_steps_eps, stop, grad)
         flags = (attn_mask, dropout_p, need_weights, need_steps)
-        call = hopfield.prepared(state, stored, projection, whole_beta, *limits, *flags)
+        call = hopfield.validate_call(state, stored, projection, whole_beta, *limits, *flags)
         p = checks.check_dropout(_RETRIEVE, dropout_p)
         seed = int(draw_seed(state.device)) if p > 0 else 0
 
@@ -240,13 +240,13 @@ def hopfield_retrieve(
         return (call, p), compared, (call.stored.shape[2], seed)
 
     (call, p), numbers = agreed(peers, check, state, prepare, 2)
-    arguments, back = hopfield.primitive(call)
+    arguments, back = hopfield.prepare_steps(call)
     xi = arguments[0]
     taken = torch.zeros(xi.shape[:-1], dtype=torch.int64, device=xi.device)
     if update_steps_max != 0:
         xi, taken = retrieved(peers, arguments)
     wide = torch.promote_types(call.state.dtype, torch.float32)  # of the state after autocast
-    xi, keys, values, mask = call.reading(back(xi)[..., : state.shape[-1]])
+    xi, keys, values, mask = call.attention_operands(back(xi)[..., : state.shape[-1]])
     if mask is not None and mask.is_floating_point():
         mask = mask.to(wide)
     options, seed = AttentionOptions(call.scale), None

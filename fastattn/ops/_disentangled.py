@@ -103,7 +103,7 @@ def distance_buckets(distances: Tensor, farthest: int, max_distance: int | None)
 def _make_buckets(
     largest_distance: Any, farthest: int, max_distance: int | None, device: torch.device
 ) -> Tensor:
-    """Return the buckets of the distances up to ``largest_distance``, [2 largest_distance + 1]."""
+    """Return the buckets of the distances -n to n, [2 n + 1], where n is the largest one."""
     distances = torch.arange(-largest_distance, largest_distance + 1, device=device)
     return distance_buckets(distances, farthest, max_distance)
 

@@ -17,11 +17,10 @@ _OP = "flash_attn_varlen_func"
 def gather_pages(
     q: Any, k: Any, v: Any, cu_seqlens_k: Any, max_seqlen_k: Any, block_table: Any
 ) -> tuple[Tensor, Tensor]:
-    """Validate the pages; return copies of the keys [Tk, Hkv, D] and values [Tk, Hkv, Dv].
+    """Validate; return the packed keys [Tk, Hkv, D] and values [Tk, Hkv, Dv] of all sequences.
 
-    They are packed: the rows of all sequences, one after the other. If the host cannot read the
-    lengths, Tk is an upper bound, and the rows after the last sequence are copies of row 0 of page
-    0, which :func:`varlen_attention` ignores.
+    If the host cannot read the lengths, Tk is an upper bound, and the rows after the last sequence
+    are copies of row 0 of page 0, which :func:`varlen_attention` ignores.
     """
     if not isinstance(q, Tensor):
         raise checks.wrong_type(_OP, "q", q, "Tensor")
@@ -83,10 +82,7 @@ def _locate_rows(
 
 
 def _gather_rows(x: Tensor, page: Tensor, row: Tensor) -> Tensor:
-    """Copy rows of a cache x [pages, page size, ...], so that its gradient is deterministic.
-
-    Sequences may share a page; their gradients are then added in a fixed order.
-    """
+    """Copy rows of a cache; gradients of pages that sequences share are added in a fixed order."""
     if x.is_cpu and x.requires_grad:  # where the backward of x[page, row] adds with atomics
         return x.flatten(0, 1).index_select(0, page * x.shape[1] + row)
     return x[page, row]  # any strides, without a copy of the other pages

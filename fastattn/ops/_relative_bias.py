@@ -17,11 +17,8 @@ from fastattn.ops._disentangled import NO_TERMS, fold_image, fold_terms
 def fold_bias(
     op: str, bias: Any, query: Tensor, key: Tensor, offset: int
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Check a bias; return the query and the operands of the bias.
-
-    The query has the content bias added, if there is one. The operands are a table of distances,
-    positions, and the tensors of ``_disentangled.Terms``.
-    """
+    """Return the query, with a content bias added, and the operands of the bias: a table of
+    distances, positions, and the tensors of ``_disentangled.Terms``."""
     if type(bias) is Disentangled:
         largest_distance = traced_max(query.shape[2] - 1 + offset, key.shape[2] - 1 - offset, 0)
         query, terms = fold_terms(op, bias, query, key, largest_distance)
@@ -154,10 +151,7 @@ def t5_buckets(
 def _fold_window_2d(
     op: str, bias: Window2d, query: Tensor, k_len: int, offset: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the table of a window, transposed to [Hq, rows], and the position of each key.
-
-    Token (y, x) is at position y (2 w - 1) + x, so the distance of two positions selects a row.
-    """
+    """Return the table as [Hq, rows], and positions y (2 w - 1) + x, whose distances are rows."""
     table, window = bias
     name = "the table of relative_bias"
     table = checks.wide(op, name, table, query, wrong_dtype=RuntimeError)
