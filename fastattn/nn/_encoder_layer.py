@@ -91,7 +91,7 @@ def _find_attribute(layer: nn.Module, path: str) -> Any:
 class Plan:
     """What a native call needs of modules, and the state on which it depends.
 
-    ``facts`` records the state of the modules, such as their tensors and hooks; each call compares.
+    ``facts`` records the state of the modules, such as tensors and hooks; each call compares it.
     """
 
     native: Any = None  # the native plan; None if the modules' own forwards must run
@@ -285,7 +285,7 @@ class FusedEncoder(nn.Module):
         layers: Any = self.layers
         if src.is_nested or compat.have_hooks(layers, does_nothing):
             return None
-        if any(type(layer).forward.__module__ not in _STOCK_MODULES for layer in layers):
+        if any(type(layer).forward.__module__ not in _FORWARD_MODULES for layer in layers):
             return None
         if padding is None:
             return run_native(layers, PYTORCH, src)
@@ -299,7 +299,7 @@ class FusedEncoder(nn.Module):
 
 
 # The Python modules that define the forward of layers that `PYTORCH` describes.
-_STOCK_MODULES = ("torch.nn.modules.transformer", __name__)
+_FORWARD_MODULES = ("torch.nn.modules.transformer", __name__)
 
 
 def run_native(
