@@ -21,7 +21,7 @@ from fastattn.distributed._peers import Peers, process_group
 from fastattn.distributed._read import Reader
 from fastattn.distributed._replicated import agreed, described, enter
 from fastattn.ops import hopfield, memory_hops
-from fastattn.ops.hopfield import lowered
+from fastattn.ops.hopfield import lower
 
 _HOPS = "fastattn.distributed.memory_hop_attention"
 _RETRIEVE = "fastattn.distributed.hopfield_retrieve"
@@ -254,12 +254,12 @@ def hopfield_retrieve(
         options, seed = _dropped(peers, p, options, numbers, check, state.device)
     read = Reader(peers, lambda n: "the final reading", need_weights)
     out, _, weights = read.attend(xi.to(wide), keys.to(wide), values.to(wide), mask, options, seed)
-    results = [restored(lowered(out.to(call.state.dtype), state.ndim))]
+    results = [restored(lower(out.to(call.state.dtype), state.ndim))]
     if weights is not None:
-        of_rows = lowered(weights.to(call.state.dtype), state.ndim)
+        of_rows = lower(weights.to(call.state.dtype), state.ndim)
         results.append(restored(of_rows, state.ndim - 1))
     if need_steps:
-        results.append(restored(lowered(back(taken).abs(), state.ndim)))
+        results.append(restored(lower(back(taken).abs(), state.ndim)))
     return tuple(results) if len(results) > 1 else results[0]
 
 

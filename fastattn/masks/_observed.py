@@ -149,16 +149,16 @@ def _flatten_function(function: FunctionType, functions: set[FunctionType]) -> I
     yield from _flatten(readable, functions)
     if _root_package(function.__module__) in _STEADY:
         return
-    for name in _names_read(function.__code__):
+    for name in _find_names(function.__code__):
         if name in function.__globals__:
             yield name
             yield from _flatten(function.__globals__[name], functions)
 
 
 @functools.lru_cache(maxsize=256)
-def _names_read(code: CodeType) -> tuple[str, ...]:
+def _find_names(code: CodeType) -> tuple[str, ...]:
     """Return the global names and attributes that a code object and its nested functions read."""
     if _IMPORT in code.co_code[::2]:
         raise _Unobservable
-    inner = [_names_read(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    inner = [_find_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     return tuple(dict.fromkeys([*code.co_names, *(name for names in inner for name in names)]))

@@ -152,8 +152,7 @@ def append_operator(*args: Any) -> Tensor:
     return rotated if rotated.stride() == expected.stride() else expected.copy_(rotated)
 
 
-# An append moves rows, which counts as no arithmetic.
-count(torch.ops.fastattn.append_to_cache, lambda args, results: 0)
+count(torch.ops.fastattn.append_to_cache, lambda args, results: 0)  # moving rows is no arithmetic
 
 
 @append_operator.register_fake

@@ -311,7 +311,7 @@ def _validate(args: Any) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...] | N
     )
     new_rows = (operands["key"], operands["value"]) if "key" in operands else None
     checks.check_widths(_OP, query, key_cache)
-    checks.check_heads(_OP, query, key_cache, value_cache, 1)
+    checks.check_heads(_OP, query, key_cache, value_cache, dim=1)
     if key_cache.shape[::2] != value_cache.shape[::2]:
         raise ValueError(
             f"{_OP}: key_cache and value_cache must have the same entries and lengths, "

@@ -156,6 +156,7 @@ def _attend(
     enable_gqa: bool,
     wants_lse: bool,
 ) -> Any:
+    """Attend with ``score_mod``, by equivalent options of attention if there are any."""
     originals, options = (query, key, value), (block_mask, scale, enable_gqa)
     traced = _BoundTrace(score_mod, originals)
     if (equivalent := traced.options(query, key)) is not None:
@@ -241,7 +242,7 @@ def _check(query: Any, key: Any, value: Any, block_mask: Any, scale: Any, enable
     query, key, value = checks.autocast(query, key, value)
     checks.check_dtypes(_OP, query, key, value)
     checks.check_widths(_OP, query, key)
-    checks.check_heads(_OP, query, key, value, 1)
+    checks.check_heads(_OP, query, key, value, dim=1)
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(
             f"{_OP}: query and key must have the same number of heads without enable_gqa=True, got "

@@ -166,11 +166,11 @@ def _run_plan(
     state, stored, projection, mask = tensors
     rank = state.dim()
     if rank < 4:
-        state, stored = lifted(state), lifted(stored)
-        projection = None if projection is None else lifted(projection)
+        state, stored = lift(state), lift(stored)
+        projection = None if projection is None else lift(projection)
     biases: tuple[Tensor | None, Tensor | None] = None, None
     if mask is not None:
-        mask = lifted(mask[(None,) * (rank - mask.dim())])
+        mask = lift(mask[(None,) * (rank - mask.dim())])
         biases = _split_mask(_group_mask(mask, state))
     options = steps_plan.options
     if options.together > 1:
@@ -184,7 +184,7 @@ def _run_plan(
         # The operands of attention after its query, in order; None for those that are not used.
         reading_tensors = (stored, value, mask, None, seed, None, None, None, None, *NO_TERMS)
         out = _in_one_node(*reading_tensors, *steps_tensors, options, reading_plan.options)
-        return lowered(out, rank)
+        return lower(out, rank)
     if need_steps:
         xi, steps_taken, _ = steps_plan.all(steps_tensors, options)
     else:
@@ -205,7 +205,7 @@ def _public_results(result: Any, taken: Tensor | None, rank: int) -> Any:
     if taken is not None:
         results = (*results, taken.abs())
     if rank < 4:
-        results = tuple(lowered(x, rank) for x in results)
+        results = tuple(lower(x, rank) for x in results)
     return results if len(results) > 1 else results[0]
 
 
@@ -261,16 +261,16 @@ def _validate(args: Any) -> _Call:
         checks.check_dense(_NAME, projection=projection)
         (projection,) = checks.autocast(projection)
         _check_projection(projection, stored)
-    mask = None if attn_mask is None else lifted_mask(_NAME, attn_mask, state, stored)
+    mask = None if attn_mask is None else lift_mask(_NAME, attn_mask, state, stored)
     scale, factor = check_beta(_NAME, args.beta, state)
-    stored = share(lifted(stored))
+    stored = share(lift(stored))
     keys = None
     if factor is not None:
         keys = stored * factor.to(stored.dtype).reshape(1, -1, 1, 1)
     if projection is not None:
-        projection = share(lifted(projection))
+        projection = share(lift(projection))
     return _Call(
-        lifted(state),
+        lift(state),
         stored,
         keys,
         projection,
@@ -335,15 +335,15 @@ def prepare_steps(call: _Call) -> tuple[tuple[Any, ...], Any]:
 # --- dimensions --------------------------------------------------------------------------------
 
 
-def lifted(x: Tensor) -> Tensor:
+def lift(x: Tensor) -> Tensor:
     """[L, D], [B, L, D] or [B, H, L, D] -> [B, H, L, D]."""
     if x.ndim == 4:
         return x
     return x.unsqueeze(1) if x.ndim == 3 else x[(None,) * (4 - x.ndim)]
 
 
-def lowered(x: Tensor, rank: int) -> Tensor:
-    """[B, H, L, D] -> as many dimensions as the caller's tensors had; undoes :func:`lifted`."""
+def lower(x: Tensor, rank: int) -> Tensor:
+    """[B, H, L, D] -> as many dimensions as the caller's tensors had; undoes :func:`lift`."""
     if rank == 4:
         return x
     return x[:, 0] if rank == 3 else x[0, 0]
@@ -377,12 +377,12 @@ def check_patterns(where: str, state: Tensor, stored: Tensor) -> None:
             f"{where}: state must be [L, D], [B, L, D] or [B, H, L, D], got {shape_of(state)}"
         )
     checks.check_alike(f"{where}: stored", stored, "state", state)
-    batch, heads = lifted(state).shape[:2]
+    batch, heads = lift(state).shape[:2]
     if (
         stored.ndim != state.ndim
         or stored.shape[-1] != state.shape[-1]
-        or lifted(stored).shape[0] not in (1, batch)
-        or lifted(stored).shape[1] != heads
+        or lift(stored).shape[0] not in (1, batch)
+        or lift(stored).shape[1] != heads
     ):
         want = _SHAPES[state.ndim].replace("L", "N")
         raise ValueError(
@@ -398,7 +398,7 @@ def check_beta(where: str, beta: Any, state: Tensor) -> tuple[float, Tensor | No
     if isinstance(beta, Tensor):
         if not beta.is_floating_point():
             raise TypeError(f"{where}: beta must be floating, got {beta.dtype}")
-        heads = lifted(state).shape[1]
+        heads = lift(state).shape[1]
         if beta.ndim > 1 or (beta.ndim == 1 and beta.shape[0] != heads):
             raise ValueError(f"{where}: beta must be [] or [H] = ({heads},), got {shape_of(beta)}")
         checks.check_same_device(f"{where}: beta", beta, "state", state)
@@ -410,7 +410,7 @@ def check_beta(where: str, beta: Any, state: Tensor) -> tuple[float, Tensor | No
     return float(beta), None
 
 
-def lifted_mask(where: str, mask: Any, state: Tensor, stored: Tensor) -> Tensor:
+def lift_mask(where: str, mask: Any, state: Tensor, stored: Tensor) -> Tensor:
     """Check ``attn_mask``, and return it as [B|1, H|1, L|1, N|1]."""
     mask = checks.as_stored_mask(where, mask, state.device)
     checks.check_dense(where, attn_mask=mask)
@@ -426,7 +426,7 @@ def lifted_mask(where: str, mask: Any, state: Tensor, stored: Tensor) -> Tensor:
         raise ValueError(
             f"{where}: attn_mask must be broadcastable to the scores {scores}, got {shape_of(mask)}"
         )
-    return lifted(mask[(None,) * (len(scores) - mask.ndim)])
+    return lift(mask[(None,) * (len(scores) - mask.ndim)])
 
 
 def _check_options(steps_max: Any, eps: Any, stop: Any, grad: Any) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastattn import checks
-from fastattn.ops.hopfield import check_beta, check_patterns, lifted, lifted_mask
+from fastattn.ops.hopfield import check_beta, check_patterns, lift, lift_mask
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
 _NAME = "hopfield_energy"
@@ -55,9 +55,9 @@ def hopfield_energy(
     patterns = checks.autocast(state, stored)  # as in the attention below
     check_patterns(_NAME, *patterns)
     scale, factor = check_beta(_NAME, beta, state)
-    mask = None if attn_mask is None else lifted_mask(_NAME, attn_mask, *patterns)
+    mask = None if attn_mask is None else lift_mask(_NAME, attn_mask, *patterns)
     rank = state.ndim
-    state, stored = lifted(state), lifted(stored)
+    state, stored = lift(state), lift(stored)
     dtype = torch.promote_types(state.dtype, torch.float32)
     visible_count, largest_square = _visible_patterns(stored.detach().to(dtype), mask)
     state_squares = state.to(dtype).square().sum(-1)

@@ -286,8 +286,8 @@ def _project(
             )
         checks.check_same_device(f"{_NAME}: weight", weight, "query", query)
         return query @ weight, key, None
-    pair = isinstance(weight, (tuple, list)) and len(weight) == 2
-    if not pair or not all(isinstance(x, Tensor) for x in weight):
+    is_pair = isinstance(weight, (tuple, list)) and len(weight) == 2
+    if not is_pair or not all(isinstance(x, Tensor) for x in weight):
         raise TypeError(f"{_NAME}: weight must be (W [A, Dq + Dk], v [A]) with method='concat'")
     matrix, v = weight
     if matrix.ndim != 2 or matrix.shape[1] != q + k or v.shape != matrix.shape[:1]:

@@ -121,7 +121,7 @@ def _run_plan(plan: Plan, tensors: tuple[Any, ...], need_weights: bool) -> Any:
         query, *memories, hop_proj, mask, bias = tensors
         memories = [x if x is None else share(x) for x in memories]
         if bias is not None and bias.requires_grad:
-            bias = of_four_dimensions(bias, query)
+            bias = to_four_dimensions(bias, query)
         tensors = (query, *memories, hop_proj, mask, bias)
     if not need_weights:
         return plan.first(tensors)
@@ -253,7 +253,7 @@ def _check_hop_mask(name: str, x: Tensor, query: Tensor, hops: int, rows: int) -
     batch = tuple(query.shape[:-1])  # [B] or [B, Q]
     original = x
     if 1 <= x.ndim <= len(batch) + 2:
-        x = of_four_dimensions(x, query)
+        x = to_four_dimensions(x, query)
     full = (*batch, hops, rows) if len(batch) == 2 else (*batch, 1, hops, rows)
     if x.ndim != 4 or original.ndim > len(batch) + 2 or not checks.expands_to(x.shape, full):
         allowed = "[N], [B, N] or [B, K, N]"
@@ -356,11 +356,11 @@ class _Backward(Operator):
         query = results[self.place_of("query")]
         for n in (self.place_of("memory_mask"), self.place_of("memory_bias")):
             if results[n] is not None:
-                results[n] = of_four_dimensions(results[n], query)
+                results[n] = to_four_dimensions(results[n], query)
         return results
 
 
-def of_four_dimensions(x: Tensor, query: Tensor) -> Tensor:
+def to_four_dimensions(x: Tensor, query: Tensor) -> Tensor:
     """Return a mask or a bias as [B|1, Q|1, K|1, N|1]."""
     if x.dim() == 4:
         return x

@@ -215,7 +215,7 @@ def _validate(args: Any) -> tuple[Operator, tuple[Any, ...]]:
     query, key, value = checks.autocast(query, key, value)
     checks.check_dtypes(_OP, query, key, value)
     checks.check_widths(_OP, query, key)
-    checks.check_heads(_OP, query, key, value, 1)
+    checks.check_heads(_OP, query, key, value, dim=1)
     if key.shape[0] != value.shape[0]:
         raise ValueError(
             f"{_OP}: key and value must have the same number of rows, "
