@@ -386,7 +386,7 @@ def from_block_mask(block_mask: Any) -> Mask:
     return _Blocks(name, lengths, block, *blocks)
 
 
-def listed(block_mask: Any) -> tuple[Mask, Tensor | None, Size]:
+def mask_of_listed_blocks(block_mask: Any) -> tuple[Mask, Tensor | None, Size]:
     """Return the mask of all listed blocks, 1 for full ones [B|1, H|1, rows, columns], their size.
 
     The compiler can trace it, and a ``score_mod`` that calls ``mask_mod`` in the other blocks.

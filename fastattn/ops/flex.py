@@ -187,9 +187,9 @@ def _attend(
 
 def _merge_block_mask(score_mod: Any, block_mask: Any) -> tuple[Callable[..., Any], Any]:
     """Return a function that excludes pairs as a ``BlockMask`` does, and a mask of its blocks."""
-    mask, full, (rows, columns) = masks.listed(block_mask)
+    mask, full, (rows, columns) = masks.mask_of_listed_blocks(block_mask)
 
-    def modified(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def masked_score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         visible = block_mask.mask_mod(b, h, q_idx, kv_idx)
         if full is not None:
             whole = full[b, h, q_idx // rows, kv_idx // columns]
@@ -198,14 +198,14 @@ def _merge_block_mask(score_mod: Any, block_mask: Any) -> tuple[Callable[..., An
             score = score_mod(score, b, h, q_idx, kv_idx)
         return torch.where(visible, score, -math.inf)
 
-    return modified, mask
+    return masked_score_mod, mask
 
 
-def _run_onnx(given: Any, traced: Any, data: Any, block_mask: Any, scale: Any, gqa: Any) -> Any:
+def _run_onnx(originals: Any, traced: Any, data: Any, block_mask: Any, scale: Any, gqa: Any) -> Any:
     """Run the reference, because an ONNX graph cannot interpret a program that is a tensor."""
     if block_mask is not None:
         raise compat.not_in_onnx(_OP, "the pairs that block_mask leaves visible depend on values")
-    query, key, value = given
+    query, key, value = originals
     *tensors, scale = _check(query, key, value, None, scale, gqa)
     captured = traced.captured() if traced.integers else None
     program = traced.trace.program_words(), traced.trace.numbers, captured
@@ -214,14 +214,14 @@ def _run_onnx(given: Any, traced: Any, data: Any, block_mask: Any, scale: Any, g
 
 
 def _operands(
-    given: Sequence[Any], traced: _BoundTrace, data: Tensor | None, block_mask: Any
+    tensors: Sequence[Any], traced: _BoundTrace, data: Tensor | None, block_mask: Any
 ) -> tuple[Any, ...]:
-    """Return the operator's tensors: ``given`` (query, key, value), the program, data and mask."""
-    query, key, _ = given
+    """Return query, key and value, which are ``tensors``, the program, its data and the mask."""
+    query, key, _ = tensors
     mask = None
     if block_mask is not None:
-        mask = masks.program(_OP, block_mask, query, key.shape[2], 0)
-    return *given, *traced.operands(query, data), mask
+        mask = masks.program(_OP, block_mask, query, key.shape[2], offset=0)
+    return *tensors, *traced.operands(query, data), mask
 
 
 def _attend_by_options(

@@ -485,10 +485,10 @@ def _fold_slopes(slopes: Any, query: Tensor, folding: Folding) -> Tensor:
     return slopes[None] if slopes.dim() == 1 else _fold_leading(slopes, 1, folding.batch)
 
 
-def _fold_leading(x: Tensor, kept: int, batch: tuple[int, ...]) -> Tensor:
-    """Fold all but the last ``kept`` dimensions into one, of size 1 or the product of ``batch``."""
-    rows = x.shape[-kept:]
-    if all(n == 1 for n in x.shape[:-kept]):
+def _fold_leading(x: Tensor, last_dims: int, batch: tuple[int, ...]) -> Tensor:
+    """Fold the dimensions before the last ones into one, of size 1 or the product of ``batch``."""
+    rows = x.shape[-last_dims:]
+    if all(n == 1 for n in x.shape[:-last_dims]):
         return x.reshape(1, *rows)
     return x.expand(*batch, *rows).reshape(math.prod(batch), *rows)
 
