@@ -23,7 +23,8 @@ class KeyValueCache:
         """Append k and v [N, H, L, D], and return all keys and values."""
         start, end = self.length, self.length + k.shape[2]
         if self._keys_values is not None and self._keys_values[0].shape[0] != k.shape[0]:
-            raise ValueError(f"the cache has batch size {self._pair[0].shape[0]}, got {k.shape[0]}")
+            cached = self._keys_values[0].shape[0]
+            raise ValueError(f"the cache has batch size {cached}, got {k.shape[0]}")
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             # Tensors that autograd has saved must not be overwritten.
             if self._keys_values is not None:

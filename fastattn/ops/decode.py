@@ -216,7 +216,7 @@ def _run_plan(
     """Run a call by its plan; return what :func:`decode_attention` returns."""
     query, key_cache, value_cache, cache_seqlens, key, value, block_table, *others = tensors
     entries, leftpad, slopes, sinks, key_scales, value_scales, *rotary_tables = others
-    rotary_cos, _, _ = rotary_tables
+    rotary_cos, rotary_sin, positions = rotary_tables
     bias_table = mask_program = None
     scales = (key_scales, value_scales)
     if key_scales is not None:
@@ -249,8 +249,8 @@ def _run_plan(
         rotary: tuple[Tensor | None, ...] = (None,) * 4
         options = _NOT_ROTATED
         if rotary_cos is not None:
-            new_rows = (key, value)
-            rotary = check_rotary(*rotary_tables, rotary_interleaved, query, new_rows, lengths)
+            new_rows, flag = (key, value), rotary_interleaved
+            rotary = check_rotary(rotary_cos, rotary_sin, positions, flag, query, new_rows, lengths)
             options = AppendOptions(rotary_interleaved)
         call = (key_cache, value_cache, key, value, lengths, block_table, entries, *rotary)
         cpu: Any = dispatch.load("cpu")
