@@ -19,7 +19,7 @@ from fastattn.distributed._peers import Peers, process_group
 from fastattn.distributed._replicated import LocalCall, describe, gather_and_merge, prepare_on_ranks
 from fastattn.distributed.layout import Layout
 from fastattn.ops import decode as one_process
-from fastattn.ops._append import append, check_new
+from fastattn.ops._append import append, check_new_rows
 from fastattn.ops.decode import decode
 
 _OP = "fastattn.distributed.decode_attention"
@@ -161,7 +161,7 @@ def decode_attention(
         )
     added = 0 if call.new_rows is None else call.new_rows[0].shape[2]
     batch, device = call.query.shape[0], call.query.device
-    before = one_process.checked_lengths(cache_seqlens, batch, cache.total, added, device)
+    before = one_process.check_lengths(cache_seqlens, batch, cache.total, added, device)
     filled = before + added
     table = program = None
     if call.relative_bias is not None:
@@ -246,7 +246,7 @@ def _check_new_rows(
             )
     if layout == "bnhd":
         key, value = key.transpose(1, 2), value.transpose(1, 2)
-    check_new(key, value, query, keys, values, seqlens)
+    check_new_rows(key, value, query, keys, values, seqlens)
     return key, value
 
 

@@ -21,7 +21,7 @@ from fastattn.distributed._peers import Peers, process_group
 from fastattn.distributed._read import Reader
 from fastattn.distributed._replicated import LocalCall, describe, enter, prepare_on_ranks
 from fastattn.ops import hopfield, memory_hops
-from fastattn.ops.hopfield import lowered
+from fastattn.ops.hopfield import lower
 
 _HOPS = "fastattn.distributed.memory_hop_attention"
 _RETRIEVE = "fastattn.distributed.hopfield_retrieve"
@@ -223,7 +223,7 @@ def hopfield_retrieve(
             whole_beta = enter(peers, "the gradient of beta", beta)
         limits = (update_steps_max, update_steps_eps, stop, grad)
         reading = (attn_mask, dropout_p, need_weights, need_steps)
-        call = hopfield.prepared(state, stored, projection, whole_beta, *limits, *reading)
+        call = hopfield.validate_call(state, stored, projection, whole_beta, *limits, *reading)
         p = checks.check_dropout(_RETRIEVE, dropout_p)
         seed = int(draw_seed(state.device)) if p > 0 else 0
 
@@ -243,13 +243,13 @@ def hopfield_retrieve(
         return (call, p), options_to_compare, (call.stored.shape[2], seed)
 
     (call, p), numbers = prepare_on_ranks(peers, check, state, prepare_local, numbers=2)
-    arguments, ungroup = hopfield.primitive(call)
+    arguments, ungroup = hopfield.prepare_steps(call)
     xi = arguments[0]
     taken = torch.zeros(xi.shape[:-1], dtype=torch.int64, device=xi.device)
     if update_steps_max != 0:
         xi, taken = retrieve_over_ranks(peers, arguments)
     wide = torch.promote_types(call.state.dtype, torch.float32)  # of the state after autocast
-    xi, keys, values, mask = call.reading(ungroup(xi)[..., : state.shape[-1]])
+    xi, keys, values, mask = call.attention_operands(ungroup(xi)[..., : state.shape[-1]])
     if mask is not None and mask.is_floating_point():
         mask = mask.to(wide)
     options, seed = AttentionOptions(call.scale), None
@@ -259,12 +259,12 @@ def hopfield_retrieve(
     out, _, weights = reader.attend(
         xi.to(wide), keys.to(wide), values.to(wide), mask, options, seed
     )
-    results = [restore(lowered(out.to(call.state.dtype), state.ndim))]
+    results = [restore(lower(out.to(call.state.dtype), state.ndim))]
     if weights is not None:
-        own_weights = lowered(weights.to(call.state.dtype), state.ndim)
+        own_weights = lower(weights.to(call.state.dtype), state.ndim)
         results.append(restore(own_weights, state.ndim - 1))
     if need_steps:
-        results.append(restore(lowered(ungroup(taken).abs(), state.ndim)))
+        results.append(restore(lower(ungroup(taken).abs(), state.ndim)))
     return tuple(results) if len(results) > 1 else results[0]
 
 

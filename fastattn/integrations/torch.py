@@ -15,7 +15,7 @@ from torch import Tensor
 from fastattn.call import with_seed
 from fastattn.compat import stock_attention
 from fastattn.integrations._registration import lock
-from fastattn.ops.sdpa import keep, planned, plans, prepare
+from fastattn.ops.sdpa import keep_plan, plans, prepare, run_plan
 
 __all__ = ["Activation", "activate"]
 
@@ -140,7 +140,7 @@ def _try_fastattn(
     tensors = (query, key, value, attn_mask, None, None, None)
     signature, plan = plans.find(tensors, _NO_MASK, dropout_p, is_causal, scale, enable_gqa)
     if plan is not None:
-        out: Tensor = planned(plan, *tensors[:6])
+        out: Tensor = run_plan(plan, *tensors[:6])
         return out
     if any(0 in x.shape[:-2] for x in (query, key, value)):
         return None  # PyTorch's result then has the heads of query, without broadcasting
@@ -154,7 +154,7 @@ def _try_fastattn(
         _check_lengths(key, value)
         return None  # PyTorch accepts the call, or raises its own error
     call = with_seed(operator, call)
-    plan = keep(signature, operator, call, tensors)
+    plan = keep_plan(signature, operator, call, tensors)
     results = operator(*call) if plan is None else plan.all(call[:-1], call[-1])
     result: Tensor = folding.restore(results[0])
     return result

@@ -32,7 +32,7 @@ from fastattn.masks._mask import cache_mask as cache_mask
 from fastattn.masks._mask import cache_program as cache_program
 from fastattn.masks._mask import check_whole as check_whole
 from fastattn.masks._mask import dense_mask as dense_mask
-from fastattn.masks._mask import listed as listed
+from fastattn.masks._mask import mask_of_listed_blocks as mask_of_listed_blocks
 from fastattn.masks._mask import packed_program as packed_program
 from fastattn.masks._mask import part_is_visible as part_is_visible
 from fastattn.masks._mask import part_of_cache_program as part_of_cache_program

@@ -29,26 +29,26 @@ def blocks_of_function(
     """Return the states [B, H, rows, columns] and the bits, as in ``Kind.BLOCKS``."""
     size = (-(-n // side) for n, side in zip(lengths, block, strict=True))
     states = torch.full((*heads, *size), _PARTIAL, dtype=torch.int32, device=device)
-    return _evaluated(mask_mod, states, lengths, block)
+    return _evaluate(mask_mod, states, lengths, block)
 
 
 def blocks_of_block_mask(block_mask: Any, lengths: Size, block: Size) -> tuple[Tensor, Tensor]:
     """Return states and bits of a ``BlockMask``; evaluates only pairs of its partial blocks."""
     (q_len, k_len), (block_q, block_k) = lengths, block
     size = -(-q_len // block_q), -(-k_len // block_k)
-    states = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, size) * _PARTIAL
+    states = _mark_listed(block_mask.kv_num_blocks, block_mask.kv_indices, size) * _PARTIAL
     if block_mask.full_kv_num_blocks is not None:
-        full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, size)
+        full = _mark_listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, size)
         states = torch.where(full == 1, _ALL, states)
-    return _evaluated(block_mask.mask_mod, states, lengths, block)
+    return _evaluate(block_mask.mask_mod, states, lengths, block)
 
 
 def listed_blocks(block_mask: Any, lengths: Size, block: Size) -> tuple[Tensor, Tensor | None]:
-    """The states of a ``BlockMask`` whose partial blocks are all visible, and 1 for full blocks."""
+    """Return states in which all listed blocks are visible, and 1 for the full ones, or None."""
     size = -(-lengths[0] // block[0]), -(-lengths[1] // block[1])
-    states, full = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, size) * _ALL, None
+    states, full = _mark_listed(block_mask.kv_num_blocks, block_mask.kv_indices, size) * _ALL, None
     if block_mask.full_kv_num_blocks is not None:
-        full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, size)
+        full = _mark_listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, size)
         states = torch.maximum(states, full * _ALL)
     return states, full
 
@@ -61,7 +61,7 @@ def blocks_of_part(
     # Append a block of zeros, which blocks without bits can index.
     bits = torch.nn.functional.pad(bits, (0, 0, 0, 0, 0, 1))
 
-    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def is_visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Read the pair's bit, or the state of its block."""
         q, k = q + first_q, k + first_k
         state = states[b, h, q // block_q, k // block_k]
@@ -70,11 +70,11 @@ def blocks_of_part(
         return (state == _ALL) | ((state >= _PARTIAL) & (bit == 1))
 
     heads = states.shape[0], states.shape[1]
-    return blocks_of_function(visible, heads, lengths, block, states.device)
+    return blocks_of_function(is_visible, heads, lengths, block, states.device)
 
 
-def _listed(counts: Tensor, indices: Tensor, size: Size) -> Tensor:
-    """1 for the blocks [B, H, rows, columns] whose columns a row lists, 0 for others; int32."""
+def _mark_listed(counts: Tensor, indices: Tensor, size: Size) -> Tensor:
+    """Return 1 for the blocks [B, H, rows, columns] that ``indices`` list, 0 for others; int32."""
     rows, columns = size
     counts, indices = counts[:, :, :rows], indices[:, :, :rows].long()
     in_list = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
@@ -84,10 +84,10 @@ def _listed(counts: Tensor, indices: Tensor, size: Size) -> Tensor:
     return states[..., :columns].contiguous()
 
 
-def _evaluated(
+def _evaluate(
     mask_mod: MaskMod, states: Tensor, lengths: Size, block: Size
 ) -> tuple[Tensor, Tensor]:
-    """Return the final states, and the bits of the blocks that the function leaves partial."""
+    """Evaluate the partial blocks; return all states, and the bits of blocks that stay partial."""
     (q_len, k_len), (block_q, block_k) = lengths, block
     batch, heads, rows, _ = states.shape
     states = states.clone()
@@ -103,7 +103,7 @@ def _evaluated(
         keys = columns[:, None] * block_k + in_block  # [columns, block_k], the last ones outside
         exists = keys < k_len
         index = keys.clamp(max=k_len - 1).flatten()
-        visible = _called(mask_mod, batch, heads, queries, index)
+        visible = _call_pairs(mask_mod, batch, heads, queries, index)
         visible = visible.unflatten(3, keys.shape).transpose(2, 3)  # [B, H, columns, Lq, block_k]
         fully_visible = (visible | ~exists[:, None]).flatten(3).all(3)
         visible = visible & exists[:, None]
@@ -113,8 +113,8 @@ def _evaluated(
         state[partly_visible] = (
             torch.arange(partial_count, partial_count + count, device=states.device) + _PARTIAL
         )
-        decided = torch.where(open_blocks[:, :, columns], state, states[:, :, row, columns])
-        states[:, :, row, columns] = decided.to(torch.int32)
+        new_states = torch.where(open_blocks[:, :, columns], state, states[:, :, row, columns])
+        states[:, :, row, columns] = new_states.to(torch.int32)
         bits_of_rows.append(words_of_pairs(visible[partly_visible], words))
         partial_count += count
     return states, torch.cat(bits_of_rows)
@@ -128,15 +128,15 @@ def words_of_pairs(pairs: Tensor, words: int) -> Tensor:
     return torch.where(values >= 2**31, values - 2**32, values).to(torch.int32)
 
 
-def _called(mask_mod: MaskMod, batch: int, heads: int, queries: Tensor, keys: Tensor) -> Tensor:
+def _call_pairs(mask_mod: MaskMod, batch: int, heads: int, queries: Tensor, keys: Tensor) -> Tensor:
     """Evaluate mask_mod for all combinations, [B, H, queries, keys]."""
 
-    def checked(*index: Tensor) -> Tensor:
-        """mask_mod, with errors that name it and its result."""
+    def call_checked(*index: Tensor) -> Tensor:
+        """Call mask_mod; raise errors that name it and its result."""
         try:
             visible = mask_mod(*index)
         except Exception as error:
-            raise RuntimeError(_why_not_called(error)) from error
+            raise RuntimeError(_call_error_text(error)) from error
         if not isinstance(visible, Tensor) or visible.dtype is not torch.bool or visible.dim():
             got = (
                 f"{list(visible.shape)} {visible.dtype}"
@@ -146,7 +146,7 @@ def _called(mask_mod: MaskMod, batch: int, heads: int, queries: Tensor, keys: Te
             raise TypeError(f"mask_mod must return a boolean tensor without dimensions, got {got}")
         return visible
 
-    function: Any = checked
+    function: Any = call_checked
     for dim in (3, 2, 1, 0):
         function = torch.vmap(function, tuple(0 if n == dim else None for n in range(4)))
     indices = (torch.arange(n, device=queries.device) for n in (batch, heads))
@@ -168,7 +168,7 @@ class _IndexWithTensors(TorchFunctionMode):
         if func is Tensor.__getitem__:
             x, index = args
             indices = index if isinstance(index, tuple) else (index,)
-            is_tensor = [_is_integers(i) for i in indices]
+            is_tensor = [_is_integer_tensor(i) for i in indices]
             if any(is_tensor) and all(
                 t or type(i) is int for t, i in zip(is_tensor, indices, strict=True)
             ):
@@ -179,7 +179,7 @@ class _IndexWithTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _is_integers(i: Any) -> bool:
+def _is_integer_tensor(i: Any) -> bool:
     """Whether i is a tensor of integers."""
     return isinstance(i, Tensor) and i.dtype in (torch.int64, torch.int32)
 
@@ -194,8 +194,8 @@ _READS_VALUES = (
 )
 
 
-def _why_not_called(error: Exception) -> str:
-    """The error text for a function that ``torch.vmap`` cannot evaluate."""
+def _call_error_text(error: Exception) -> str:
+    """Return the error text for a function that ``torch.vmap`` cannot evaluate."""
     if isinstance(error, RuntimeError) and any(part in str(error) for part in _READS_VALUES):
         return (
             "mask_mod must not depend on values in its control flow (if, while, int()) or shapes "

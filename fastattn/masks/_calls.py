@@ -27,32 +27,32 @@ class Call:
     k_len: int
     device: torch.device
 
-    def lengths(self) -> tuple[Any, ...] | None:
-        """The values on which a program depends besides its mask; None if they cannot be read."""
+    def cache_key(self) -> tuple[Any, ...] | None:
+        """Return all values on which a mask's program depends; None if they cannot be read."""
         raise NotImplementedError
 
     def positions(self) -> Tensor:
-        """The position of every query among the keys of its sequence, [rows|1, Lq]."""
+        """Return the position of every query among the keys of its sequence, [rows|1, Lq]."""
         raise NotImplementedError
 
-    def by_query(self, x: Tensor) -> Tensor:
+    def expand_to_queries(self, x: Tensor) -> Tensor:
         """Reshape one number per sequence, [B|1], to broadcast to the positions."""
         return x[:, None]
 
     def ids_of_queries(self, ids: Tensor) -> Tensor:
-        """The ids of the queries from ``ids`` [rows|1, L] of both queries and keys."""
+        """Return the ids of the queries from ``ids`` [rows|1, L] of both queries and keys."""
         return ids
 
-    def whole(self) -> tuple[int, int]:
-        """The numbers of queries and keys that a mask for this call must cover."""
+    def whole_lengths(self) -> tuple[int, int]:
+        """Return the numbers of queries and keys that a mask for this call must cover."""
         return self.q_len, self.k_len
 
-    def within(self, keys: Tensor) -> Tensor:
+    def to_local_keys(self, keys: Tensor) -> Tensor:
         """Convert bounds in all keys to indices of the keys of this call."""
         return keys.clamp(0, self.k_len)
 
-    def cut(self, query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The ids of this call's queries and keys, [rows|1, L], from the ids of all."""
+    def select_ids(self, query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Select the ids of this call's queries and keys, [rows|1, L], from the ids of all."""
         return query_ids, key_ids
 
     def padded(self, x: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class DenseCall(Call):
     heads: int
     offset: int
 
-    def lengths(self) -> tuple[Any, ...]:
+    def cache_key(self) -> tuple[Any, ...]:
         return self.q_len, self.k_len, self.offset, self.device
 
     def positions(self) -> Tensor:
@@ -80,20 +80,20 @@ class PartCall(DenseCall):
 
     first_key: int
     first_head: int
-    of: tuple[int, int]  # the numbers of queries and keys of the larger call
-    of_heads: int
+    outer: tuple[int, int]  # the numbers of queries and keys of the larger call
+    outer_heads: int
 
-    def lengths(self) -> tuple[Any, ...]:
-        return *super().lengths(), self.first_key, self.first_head, self.heads, self.of
+    def cache_key(self) -> tuple[Any, ...]:
+        return *super().cache_key(), self.first_key, self.first_head, self.heads, self.outer
 
-    def whole(self) -> tuple[int, int]:
-        return self.of
+    def whole_lengths(self) -> tuple[int, int]:
+        return self.outer
 
-    def within(self, keys: Tensor) -> Tensor:
+    def to_local_keys(self, keys: Tensor) -> Tensor:
         return (keys - self.first_key).clamp(0, self.k_len)
 
-    def cut(self, query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The ids of the rectangle's queries and keys."""
+    def select_ids(self, query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Select the ids of the rectangle's queries and keys."""
         return (
             query_ids[:, self.offset : self.offset + self.q_len],
             key_ids[:, self.first_key : self.first_key + self.k_len],
@@ -108,24 +108,24 @@ class PackedCall(Call):
     k_starts: Tensor
     bottom_right: bool
 
-    def lengths(self) -> tuple[Any, ...] | None:
-        starts = _values(self.q_starts, self.k_starts)
+    def cache_key(self) -> tuple[Any, ...] | None:
+        starts = _read_values(self.q_starts, self.k_starts)
         return starts and (self.q_len, self.k_len, self.bottom_right, *starts)
 
     def positions(self) -> Tensor:
-        """The index of each query within its sequence, or from the sequence's end."""
-        sequence, local, lengths = locate_rows(self.q_starts, self.q_len)
+        """Return the position of each query, counted from the start or end of its sequence."""
+        sequence, position, lengths = locate_rows(self.q_starts, self.q_len)
         if self.bottom_right:
             k_lengths = torch.nn.functional.pad(self.k_starts.diff(), (0, 1))
-            local = local + (k_lengths - lengths)[sequence]
-        return local[None]
+            position = position + (k_lengths - lengths)[sequence]
+        return position[None]
 
-    def by_query(self, x: Tensor) -> Tensor:
-        """The number of each query's sequence, [1, Tq]."""
+    def expand_to_queries(self, x: Tensor) -> Tensor:
+        """Return for each query the number of its sequence, [1, Tq]."""
         if x.shape[0] == 1:
             return x[:, None]
         sequence, _, _ = locate_rows(self.q_starts, self.q_len)
-        x = exactly(x, self.batch)
+        x = fix_sizes(x, self.batch)
         return torch.nn.functional.pad(x, (0, 1))[sequence][None]
 
     def padded(self, x: Tensor) -> Tensor:
@@ -138,38 +138,38 @@ class CacheCall(Call):
 
     filled: Tensor  # [B] int64
 
-    def lengths(self) -> tuple[Any, ...] | None:
-        filled = _values(self.filled)
+    def cache_key(self) -> tuple[Any, ...] | None:
+        filled = _read_values(self.filled)
         return filled and (self.q_len, self.k_len, *filled)
 
     def positions(self) -> Tensor:
         return torch.arange(self.q_len, device=self.device) + (self.filled - self.q_len)[:, None]
 
     def ids_of_queries(self, ids: Tensor) -> Tensor:
-        """The ids of the queries, from ``ids`` [B|1, Lk] of positions, clamped to the first."""
-        if self.whole()[1] == 0:
+        """Return the ids at the queries' positions, at least 0, from ``ids`` [B|1, Lk]."""
+        if self.whole_lengths()[1] == 0:
             return ids.new_zeros(1, self.q_len)
         return ids.expand(self.rows, -1).gather(1, self.positions().clamp(min=0))
 
 
 @dataclass
 class PartOfCacheCall(CacheCall):
-    """A call with a cache of some positions; ``filled`` counts the keys at all positions."""
+    """A call with the part of a cache that has some positions; ``filled`` counts all keys."""
 
     runs: tuple[tuple[int, int], ...]  # position and length of each run of keys, in their order
-    of: int  # the number of all positions
+    position_count: int  # of the whole cache
 
-    def lengths(self) -> tuple[Any, ...] | None:
-        cache_lengths = super().lengths()
-        return cache_lengths and (*cache_lengths, self.runs, self.of)
+    def cache_key(self) -> tuple[Any, ...] | None:
+        key = super().cache_key()
+        return key and (*key, self.runs, self.position_count)
 
-    def whole(self) -> tuple[int, int]:
-        return self.q_len, self.of
+    def whole_lengths(self) -> tuple[int, int]:
+        return self.q_len, self.position_count
 
-    def within(self, keys: Tensor) -> Tensor:
+    def to_local_keys(self, keys: Tensor) -> Tensor:
         return keys_before(self.runs, keys)
 
-    def cut(self, query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def select_ids(self, query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
         spans = [key_ids[:, position : position + length] for position, length in self.runs]
         return query_ids, torch.cat(spans, 1) if spans else key_ids[:, :0]
 
@@ -182,17 +182,17 @@ def keys_before(runs: Sequence[tuple[int, int]], positions: Tensor) -> Tensor:
     return counts
 
 
-def _values(*tensors: Tensor) -> tuple[tuple[int, ...], ...] | None:
-    """The elements of one-dimensional tensors; None if reading would synchronize or be traced.
+def _read_values(*tensors: Tensor) -> tuple[tuple[int, ...], ...] | None:
+    """Return the elements of vectors; None if reading them would synchronize or be traced.
 
-    Values instead of versions, because other libraries write to lengths without a new version.
+    Their versions would not do, because other libraries write to lengths without a new version.
     """
     if not all(x.is_cpu and runs_eagerly(x) for x in tensors):
         return None
     return tuple(tuple(x.tolist()) for x in tensors)
 
 
-def exactly(x: Tensor, *sizes: int) -> Tensor:
+def fix_sizes(x: Tensor, *sizes: int) -> Tensor:
     """Fix the last sizes of x, so that a graph of torch.jit.trace rejects other sizes."""
     return x.view(*x.shape[: -len(sizes)], *sizes) if records_trace() else x
 
@@ -221,7 +221,7 @@ def check_int(function: str, name: str, value: Any, minimum: int) -> None:
         raise ValueError(f"{function}: {name} must be below 2**31, got {value}")
 
 
-def integers(function: str, name: str, x: Any, shape: str, dims: Sequence[int]) -> Tensor:
+def copy_as_int32(function: str, name: str, x: Any, shape: str, dims: Sequence[int]) -> Tensor:
     """Return a copy as int32, so that later changes of ``x`` cannot affect only some calls."""
     check_strided(function, name, x)
     if x.dim() not in dims:

@@ -11,7 +11,7 @@ from fastattn.backends._mask_program import Kind, Leaf
 from fastattn.checks import check_strided
 from fastattn.compat import runs_eagerly
 from fastattn.masks._blocks import words_of_pairs
-from fastattn.masks._calls import CacheCall, Call, check_device, check_rows, exactly
+from fastattn.masks._calls import CacheCall, Call, check_device, check_rows, fix_sizes
 from fastattn.masks._mask import LeafMask, Mask
 
 _BLOCK = 64  # keys per block, as decoding on vectors tests them at once
@@ -28,7 +28,7 @@ class _DraftTree(LeafMask):
         self.visible = visible  # [B|1, Lq, Lq] bool
 
     def _check(self, call: Call) -> None:
-        """The tree must fit the queries and the batch of a cache."""
+        """Raise an error unless the tree fits the queries and the batch of a cache."""
         if type(call) is not CacheCall:
             raise RuntimeError(
                 f"{call.op}: mask must not have a draft tree, which needs the cache of "
@@ -42,35 +42,35 @@ class _DraftTree(LeafMask):
         check_rows(call, "the draft tree", self.visible.shape[0], call.rows)
         check_device(call, "the draft tree", self.visible)
 
-    def _may_see(self, call: Call) -> bool:
+    def _may_show(self, call: Call) -> bool:
         return True
 
     def _steps(self, call: Call) -> list[Kind | Leaf]:
-        """Blocks: visible before the tree, bits within it, hidden after it."""
+        """Return blocks: visible before the tree, with bits within it, hidden after it."""
         assert isinstance(call, CacheCall)
-        visible = exactly(self.visible, call.q_len, call.q_len)
+        visible = fix_sizes(self.visible, call.q_len, call.q_len)
         q_len, rows = call.q_len, call.rows
         words = -(-max(q_len, 1) // 32)
         blocks_q, blocks_k = -(-q_len // (32 * words)), -(-call.k_len // _BLOCK)
         # The q_len new keys begin anywhere in a block, and end this many blocks later, or earlier.
-        tail = (q_len + _BLOCK - 2) // _BLOCK + 1
-        begin = (call.filled - q_len)[:, None]  # [B, 1], of the new tokens
-        first = begin.div(_BLOCK, rounding_mode="floor")  # its block
+        span = (q_len + _BLOCK - 2) // _BLOCK + 1
+        start = (call.filled - q_len)[:, None]  # [B, 1], of the new tokens
+        first_block = start.div(_BLOCK, rounding_mode="floor")  # its block
 
-        column = torch.arange(blocks_k, device=call.device) - first  # [B, blocks_k]
-        bits_of = 2 + torch.arange(rows, device=call.device)[:, None] * tail + column
-        states = torch.where(column < 0, 1, torch.where(column < tail, bits_of, 0))
+        column = torch.arange(blocks_k, device=call.device) - first_block  # [B, blocks_k]
+        partial_states = 2 + torch.arange(rows, device=call.device)[:, None] * span + column
+        states = torch.where(column < 0, 1, torch.where(column < span, partial_states, 0))
         states = states[:, None].expand(rows, blocks_q, blocks_k).to(torch.int32)
 
         # The keys of the last blocks, as indices of new tokens: negative before them.
-        token = first * _BLOCK + torch.arange(tail * _BLOCK, device=call.device) - begin
-        inside = (token >= 0) & (token < q_len)  # [B, tail * _BLOCK]
-        index = torch.where(inside, token, 0)[:, None].expand(rows, q_len, -1)
-        pairs = visible.expand(rows, -1, -1).gather(2, index) & inside[:, None]
+        token = first_block * _BLOCK + torch.arange(span * _BLOCK, device=call.device) - start
+        in_tree = (token >= 0) & (token < q_len)  # [B, span * _BLOCK]
+        index = torch.where(in_tree, token, 0)[:, None].expand(rows, q_len, -1)
+        pairs = visible.expand(rows, -1, -1).gather(2, index) & in_tree[:, None]
         pairs = pairs | (token < 0)[:, None]
-        pairs = pairs.unflatten(2, (tail, _BLOCK)).transpose(1, 2).flatten(0, 1)
+        pairs = pairs.unflatten(2, (span, _BLOCK)).transpose(1, 2).flatten(0, 1)
         data = torch.cat([states.flatten(), words_of_pairs(pairs, words).flatten()])
-        return [Leaf(Kind.BLOCKS, self.negated, data, rows, 1, 32 * words, _BLOCK, rows * tail)]
+        return [Leaf(Kind.BLOCKS, self.negated, data, rows, 1, 32 * words, _BLOCK, rows * span)]
 
 
 def draft_tree(visible: Tensor) -> Mask:
@@ -99,12 +99,12 @@ def draft_tree(visible: Tensor) -> Mask:
             [ True,  True,  True,  True, False],
             [ True,  True,  True, False,  True]])
     """
-    checked = _checked(visible)
+    checked = _check_and_copy(visible)
     shape = list(checked.shape)
     return _DraftTree(checked if checked.dim() == 3 else checked[None], f"draft_tree({shape})")
 
 
-def _checked(visible: Any) -> Tensor:
+def _check_and_copy(visible: Any) -> Tensor:
     """Check and copy ``visible``, so that later changes cannot affect only some calls."""
     check_strided("draft_tree", "visible", visible)
     if visible.dtype != torch.bool:
@@ -128,8 +128,8 @@ def _check_order(visible: Tensor) -> None:
             f"draft_tree: no token may see a later one, but token {token} sees token {other}; "
             "order the tokens so that parents come first"
         )
-    blind = (~visible.diagonal(dim1=-2, dim2=-1)).nonzero()
-    if blind.numel():
+    not_self = (~visible.diagonal(dim1=-2, dim2=-1)).nonzero()
+    if not_self.numel():
         raise ValueError(
-            f"draft_tree: each token must see itself, but token {int(blind[0, -1])} does not"
+            f"draft_tree: each token must see itself, but token {int(not_self[0, -1])} does not"
         )

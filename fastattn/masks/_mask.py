@@ -34,23 +34,23 @@ from fastattn.masks._calls import (
 )
 from fastattn.masks._observed import Observation, observe
 
-_KEPT = 8  # programs that a mask caches, for different lengths
+_MAX_PROGRAMS = 8  # programs that a mask caches, for different lengths
 _lock = threading.Lock()  # guards the caches of masks
 
 
 class Mask(abc.ABC):
     """Which queries can see which keys; made by the functions of ``fastattn.masks``."""
 
-    leaves = 1
+    leaves = 1  # how many masks without operators it combines
 
     def __init__(self) -> None:
         self._programs: dict[tuple[Any, ...], Tensor] = {}
 
     def __and__(self, other: Any) -> Mask:
-        return _combined(Kind.ALL_OF, self, other)
+        return _combine(Kind.ALL_OF, self, other)
 
     def __or__(self, other: Any) -> Mask:
-        return _combined(Kind.ANY_OF, self, other)
+        return _combine(Kind.ANY_OF, self, other)
 
     # With a BlockMask on the left.
     __rand__ = __and__
@@ -70,29 +70,31 @@ class Mask(abc.ABC):
         """Raise an error if the mask does not fit the call."""
 
     @abc.abstractmethod
-    def _steps(self, call: Call) -> list[Kind | Leaf]: ...
+    def _steps(self, call: Call) -> list[Kind | Leaf]:
+        """Return the leaves and operators of the program for a call, in postfix order."""
 
     @abc.abstractmethod
-    def _may_see(self, call: Call) -> bool:
+    def _may_show(self, call: Call) -> bool:
         """False only if no pair of the call is visible."""
 
     def _program(self, call: Call) -> Tensor:
+        """Return the program for a call, which is cached if its lengths can be read."""
         self._check(call)
-        key = call.lengths()
+        key = call.cache_key()
         if key is None or not is_unintercepted():  # a traced tensor must not be cached
             return encode(self._steps(call), call.device)
         with _lock:
-            kept = self._programs.pop(key, None)
-            if kept is not None:
-                self._programs[key] = kept  # moved to the end: the least recently used is evicted
-        if kept is None:
+            cached = self._programs.pop(key, None)
+            if cached is not None:
+                self._programs[key] = cached  # the last one, because the first one is evicted
+        if cached is None:
             with torch.inference_mode(False):  # autograd must be able to save it
-                kept = encode(self._steps(call), call.device)
+                cached = encode(self._steps(call), call.device)
             with _lock:
-                self._programs[key] = kept
-                while len(self._programs) > _KEPT:
+                self._programs[key] = cached
+                while len(self._programs) > _MAX_PROGRAMS:
                     del self._programs[next(iter(self._programs))]
-        return kept
+        return cached
 
 
 def program(op: str, mask: Any, query: Tensor, k_len: int, offset: int) -> Tensor:
@@ -104,17 +106,17 @@ def program(op: str, mask: Any, query: Tensor, k_len: int, offset: int) -> Tenso
 
 def dense_mask(op: str, mask: Any) -> Mask:
     """Check and convert the ``mask`` argument of attention without packed sequences."""
-    return _checked(op, mask, "Mask or BlockMask (attn_mask takes tensors)")
+    return _check_mask(op, mask, "Mask or BlockMask (attn_mask takes tensors)")
 
 
 def part_program(mask: Mask, part: PartCall) -> Tensor:
-    """The program of a mask of a larger call for a part of it."""
+    """Return the program for a part of the larger call that a mask is for."""
     return mask._program(part)
 
 
 def part_is_visible(mask: Mask, part: PartCall) -> bool:
     """False only if the mask makes no pair of the part visible."""
-    return mask._may_see(part)
+    return mask._may_show(part)
 
 
 def check_whole(mask: Mask, part: PartCall) -> None:
@@ -123,15 +125,15 @@ def check_whole(mask: Mask, part: PartCall) -> None:
 
 
 def packed_program(
-    op: str, mask: Any, query: Tensor, key: Tensor, starts: tuple[Tensor, Tensor], last: bool
+    op: str, mask: Any, query: Tensor, key: Tensor, starts: tuple[Tensor, Tensor], at_end: bool
 ) -> Tensor:
     """Return the program for packed query [Tq, Hq, D] and key [Tk, Hkv, D], by ``starts``.
 
-    ``last``: the last query of a sequence is at its last key.
+    ``at_end``: the last query of a sequence is at its last key.
     """
     batch, lengths = starts[0].shape[0] - 1, (query.shape[0], key.shape[0])
-    call = PackedCall(op, batch, 1, *lengths, query.device, *starts, last)
-    return _checked(op, mask, "Mask")._program(call)
+    call = PackedCall(op, batch, 1, *lengths, query.device, *starts, at_end)
+    return _check_mask(op, mask, "Mask")._program(call)
 
 
 def cache_program(op: str, mask: Any, query: Tensor, capacity: int, filled: Tensor) -> Tensor:
@@ -143,7 +145,7 @@ def cache_program(op: str, mask: Any, query: Tensor, capacity: int, filled: Tens
 
 def cache_mask(op: str, mask: Any) -> Mask:
     """Check and convert the ``mask`` argument of attention to a cache."""
-    return _checked(op, mask, "Mask")
+    return _check_mask(op, mask, "Mask")
 
 
 def part_of_cache_program(
@@ -153,16 +155,17 @@ def part_of_cache_program(
     capacity: int,
     filled: Tensor,
     runs: tuple[tuple[int, int], ...],
-    of: int,
+    position_count: int,
 ) -> Tensor:
     """Return the program for a cache that has some of the positions, see PartOfCacheCall."""
     batch, _, q_len, _ = query.shape
-    call = (op, batch, batch, q_len, capacity, query.device, filled, runs, of)
+    call = (op, batch, batch, q_len, capacity, query.device, filled, runs, position_count)
     return mask._program(PartOfCacheCall(*call))
 
 
-def _checked(op: str, mask: Any, expected: str) -> Mask:
-    converted = _as_mask(f"{op}: mask", mask)
+def _check_mask(op: str, mask: Any, expected: str) -> Mask:
+    """Return the ``mask`` argument as a mask, or raise an error that names ``expected`` types."""
+    converted = _to_mask(f"{op}: mask", mask)
     if converted is None:
         raise wrong_type(op, "mask", mask, expected)
     return converted
@@ -171,7 +174,7 @@ def _checked(op: str, mask: Any, expected: str) -> Mask:
 # --- combinations --------------------------------------------------------------------------------
 
 
-class _Combined(Mask):
+class _CombinedMask(Mask):
     def __init__(self, kind: Kind, left: Mask, right: Mask) -> None:
         super().__init__()
         self.kind, self.left, self.right = kind, left, right
@@ -181,7 +184,7 @@ class _Combined(Mask):
 
     def __invert__(self) -> Mask:  # De Morgan: kernels negate leaves only
         other = Kind.ANY_OF if self.kind is Kind.ALL_OF else Kind.ALL_OF
-        return _Combined(other, ~self.left, ~self.right)
+        return _CombinedMask(other, ~self.left, ~self.right)
 
     def __repr__(self) -> str:
         return f"({self.left!r} {'&' if self.kind is Kind.ALL_OF else '|'} {self.right!r})"
@@ -190,14 +193,14 @@ class _Combined(Mask):
         self.left._check(call)
         self.right._check(call)
 
-    def _may_see(self, call: Call) -> bool:
-        both = self.left._may_see(call), self.right._may_see(call)
+    def _may_show(self, call: Call) -> bool:
+        both = self.left._may_show(call), self.right._may_show(call)
         return all(both) if self.kind is Kind.ALL_OF else any(both)
 
     def _steps(self, call: Call) -> list[Kind | Leaf]:
         left, right = self.left._steps(call), self.right._steps(call)
         if self.kind is Kind.ALL_OF and _is_interval(left) and _is_interval(right):
-            return [_common(*left, *right)]  # one leaf to evaluate instead of two and an operator
+            return [_intersect(*left, *right)]  # one leaf instead of two and an operator
         return [*left, *right, self.kind]
 
 
@@ -208,19 +211,20 @@ def _is_interval(steps: list[Kind | Leaf]) -> bool:
     return first.kind == Kind.INTERVAL and not first.negated
 
 
-def _common(a: Any, b: Any) -> Leaf:
-    """The keys that are in both of two intervals."""
+def _intersect(a: Any, b: Any) -> Leaf:
+    """Return the intersection of two leaves that are intervals of keys."""
     (low, high), (other_low, other_high) = a.data.unbind(1), b.data.unbind(1)
     data = torch.stack((torch.maximum(low, other_low), torch.minimum(high, other_high)), 1)
     return Leaf(Kind.INTERVAL, False, data, data.shape[0])
 
 
-def _combined(kind: Kind, left: Mask, right: Any) -> Any:
-    other = _as_mask("mask", right)
-    return NotImplemented if other is None else _Combined(kind, left, other)
+def _combine(kind: Kind, left: Mask, right: Any) -> Any:
+    other = _to_mask("mask", right)
+    return NotImplemented if other is None else _CombinedMask(kind, left, other)
 
 
-def _as_mask(where: str, mask: Any) -> Mask | None:
+def _to_mask(where: str, mask: Any) -> Mask | None:
+    """Return a mask as it is, a ``BlockMask`` converted, and None for anything else."""
     if isinstance(mask, Mask):
         return mask
     # Compares the class's name, because importing its module takes seconds.
@@ -231,7 +235,7 @@ def _as_mask(where: str, mask: Any) -> Mask | None:
             f"{where}: a BlockMask cannot be converted by compiled code; call "
             "fastattn.masks.from_block_mask before it"
         )
-    return _converted(mask)
+    return _convert_cached(mask)
 
 
 # The conversion of each BlockMask, and the values that it read.
@@ -239,15 +243,15 @@ _block_masks: weakref.WeakKeyDictionary[Any, tuple[Observation, Mask]]
 _block_masks = weakref.WeakKeyDictionary()
 
 
-def _converted(block_mask: Any) -> Mask:
+def _convert_cached(block_mask: Any) -> Mask:
     """Convert a ``BlockMask``, cached until a value that the conversion read changes."""
-    now = observe(block_mask)
-    if now is None or not is_unintercepted():  # a traced tensor must not be cached
+    observation = observe(block_mask)
+    if observation is None or not is_unintercepted():  # a traced tensor must not be cached
         return from_block_mask(block_mask)
-    before, mask = _block_masks.get(block_mask, (None, None))
-    if mask is None or before != now:
-        before, mask = now.kept(), from_block_mask(block_mask)
-        _block_masks[block_mask] = before, mask
+    last_observation, mask = _block_masks.get(block_mask, (None, None))
+    if mask is None or last_observation != observation:
+        last_observation, mask = observation.with_copies(), from_block_mask(block_mask)
+        _block_masks[block_mask] = last_observation, mask
     return mask
 
 
@@ -296,7 +300,7 @@ class _Blocks(LeafMask):
                 f"{call.op}: torch.jit.trace would keep the lengths of mask={self!r}: "
                 "use torch.export or torch.compile"
             )
-        q_len, k_len = call.whole()
+        q_len, k_len = call.whole_lengths()
         if self.lengths != (q_len, k_len):
             raise RuntimeError(
                 f"{call.op}: mask must be of {q_len} queries and {k_len} keys, "
@@ -304,12 +308,12 @@ class _Blocks(LeafMask):
             )
         rows, heads = self.states.shape[:2]
         check_rows(call, "blocks", rows, call.batch)
-        most = call.of_heads if isinstance(call, PartCall) else call.heads
-        if heads != 1 and heads != most:
-            raise RuntimeError(f"{call.op}: mask must have 1 or {most} heads, got {heads}")
+        whole_heads = call.outer_heads if isinstance(call, PartCall) else call.heads
+        if heads != 1 and heads != whole_heads:
+            raise RuntimeError(f"{call.op}: mask must have 1 or {whole_heads} heads, got {heads}")
         check_device(call, "blocks", self.states)
 
-    def _may_see(self, call: Call) -> bool:
+    def _may_show(self, call: Call) -> bool:
         if self.negated or not isinstance(call, PartCall):
             return True
         (block_q, block_k), first = self.block, (call.offset, call.first_key)
@@ -354,8 +358,8 @@ def from_function(
     from_function(<lambda>, 256 x 256)
     """
     batch, heads = (1 if n is None else n for n in (B, H))
-    for size_of, size, least in (("B", batch, 1), ("H", heads, 1), ("Lq", Lq, 0), ("Lk", Lk, 0)):
-        check_int("from_function", size_of, size, least)
+    for argument, size, minimum in (("B", batch, 1), ("H", heads, 1), ("Lq", Lq, 0), ("Lk", Lk, 0)):
+        check_int("from_function", argument, size, minimum)
     if not callable(mask_mod):
         raise wrong_type("from_function", "mask_mod", mask_mod, "a function")
     lengths, block = (Lq, Lk), (128, 128)
@@ -382,8 +386,8 @@ def from_block_mask(block_mask: Any) -> Mask:
     return _Blocks(name, lengths, block, *blocks)
 
 
-def listed(block_mask: Any) -> tuple[Mask, Tensor | None, Size]:
-    """The mask of the blocks that are listed, 1 for full ones [B|1, H|1, rows, columns], its size.
+def mask_of_listed_blocks(block_mask: Any) -> tuple[Mask, Tensor | None, Size]:
+    """Return the mask of all listed blocks, 1 for full ones [B|1, H|1, rows, columns], their size.
 
     The compiler can trace it, and a ``score_mod`` that calls ``mask_mod`` in the other blocks.
     """
@@ -394,7 +398,7 @@ def listed(block_mask: Any) -> tuple[Mask, Tensor | None, Size]:
 
 
 def _sizes(block_mask: Any) -> tuple[Size, Size]:
-    """The lengths and the size of a block."""
+    """Return the lengths of a ``BlockMask``, and the size of a block."""
     q_len, k_len = block_mask.seq_lengths
     # A block has bits for all its pairs, so it ends with the last query and key. Kernels are faster
     # with a multiple of 32 queries.

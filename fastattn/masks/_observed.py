@@ -20,7 +20,7 @@ from torch import Tensor
 from fastattn import compat
 from fastattn.compat import has_strided_memory
 
-_BLOCK_MASK = (
+_ATTRIBUTES = (
     "seq_lengths",
     "BLOCK_SIZE",
     "kv_num_blocks",
@@ -46,34 +46,34 @@ class Observation:
     def __init__(self, values: list[Any]) -> None:
         self._values = values
 
-    def kept(self) -> Observation:
-        """Copy the tensors, which the caller may change."""
+    def with_copies(self) -> Observation:
+        """Return an observation with copies of the tensors, which the caller may change."""
         return Observation([_copy(x) if isinstance(x, Tensor) else x for x in self._values])
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Observation):
             return NotImplemented
         a, b = self._values, other._values
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(_is_same, a, b))
 
     __hash__ = None  # type: ignore[assignment]
 
 
 def observe(block_mask: Any) -> Observation | None:
-    """The values that the conversion of a ``BlockMask`` reads; None if any cannot be observed."""
+    """Return the values that converting a ``BlockMask`` reads; None if any cannot be observed."""
     values: list[Any] = []
     try:
-        for name in _BLOCK_MASK:
-            values += _values(getattr(block_mask, name), set())
+        for name in _ATTRIBUTES:
+            values += _flatten(getattr(block_mask, name), set())
     except _Unobservable:
         return None
     return Observation(values)
 
 
 def values_of(function: Any) -> list[Any] | None:
-    """All values that a function reads; None if any cannot be observed."""
+    """Return all values that a function reads; None if any cannot be observed."""
     try:
-        return list(_values(function, set()))
+        return list(_flatten(function, set()))
     except _Unobservable:
         return None
 
@@ -84,7 +84,7 @@ def _copy(x: Tensor) -> Tensor:
     return copy
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
@@ -94,7 +94,7 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (isinstance(a, (*_CONSTANTS, *_CONSTANTS_OF_TORCH)) and a == b)
 
 
-def _values(value: Any, functions: set[FunctionType]) -> Iterator[Any]:
+def _flatten(value: Any, functions: set[FunctionType]) -> Iterator[Any]:
     """Flatten a value into constants, tensors, and immutable objects."""
     kind = type(value)
     if kind in _CONSTANTS or kind in _CONSTANTS_OF_TORCH:
@@ -106,13 +106,13 @@ def _values(value: Any, functions: set[FunctionType]) -> Iterator[Any]:
     elif kind in _CONTAINERS:
         yield from (kind, len(value))
         for part in value:
-            yield from _values(part, functions)
+            yield from _flatten(part, functions)
     elif kind is dict:
-        yield from _values(tuple(value.items()), functions)
+        yield from _flatten(tuple(value.items()), functions)
     elif kind is functools.partial:
-        yield from _values((value.func, value.args, value.keywords), functions)
+        yield from _flatten((value.func, value.args, value.keywords), functions)
     elif kind is FunctionType:
-        yield from _values_of_function(value, functions)
+        yield from _flatten_function(value, functions)
     elif _is_steady(value):
         yield value
     else:
@@ -128,15 +128,15 @@ def _is_steady(value: Any) -> bool:
     if isinstance(value, BuiltinFunctionType):  # a bound method reads its object
         return value.__self__ is None or isinstance(value.__self__, (ModuleType, type))
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-    return isinstance(value, (ModuleType, type)) and _root(name) in _STEADY
+    return isinstance(value, (ModuleType, type)) and _root_package(name) in _STEADY
 
 
-def _root(name: str | None) -> str:
+def _root_package(name: str | None) -> str:
     return (name or "").partition(".")[0]
 
 
-def _values_of_function(function: FunctionType, functions: set[FunctionType]) -> Iterator[Any]:
-    """The code of a function, and the values of all names that the code can read."""
+def _flatten_function(function: FunctionType, functions: set[FunctionType]) -> Iterator[Any]:
+    """Yield the code of a function, and the values of all names that the code can read."""
     if function in functions:  # it calls itself
         return
     functions.add(function)
@@ -145,20 +145,20 @@ def _values_of_function(function: FunctionType, functions: set[FunctionType]) ->
         captured = tuple(cell.cell_contents for cell in function.__closure__ or ())
     except ValueError:  # a variable without a value yet
         raise _Unobservable from None
-    read = (captured, function.__defaults__, function.__kwdefaults__, vars(function))
-    yield from _values(read, functions)
-    if _root(function.__module__) in _STEADY:
+    readable = (captured, function.__defaults__, function.__kwdefaults__, vars(function))
+    yield from _flatten(readable, functions)
+    if _root_package(function.__module__) in _STEADY:
         return
-    for name in _names(function.__code__):
+    for name in _find_names(function.__code__):
         if name in function.__globals__:
             yield name
-            yield from _values(function.__globals__[name], functions)
+            yield from _flatten(function.__globals__[name], functions)
 
 
 @functools.lru_cache(maxsize=256)
-def _names(code: CodeType) -> tuple[str, ...]:
-    """The global names and attributes that a code object and its nested functions look up."""
+def _find_names(code: CodeType) -> tuple[str, ...]:
+    """Return the global names and attributes that a code object and its nested functions read."""
     if _IMPORT in code.co_code[::2]:
         raise _Unobservable
-    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    inner = [_find_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     return tuple(dict.fromkeys([*code.co_names, *(name for names in inner for name in names)]))

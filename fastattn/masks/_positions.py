@@ -18,8 +18,8 @@ from fastattn.masks._calls import (
     check_device,
     check_int,
     check_rows,
-    exactly,
-    integers,
+    copy_as_int32,
+    fix_sizes,
 )
 from fastattn.masks._mask import LeafMask, Mask
 
@@ -41,21 +41,21 @@ class _Interval(LeafMask):
             check_rows(call, "lengths", self.lengths.shape[0], call.batch)
             check_device(call, "lengths", self.lengths)
 
-    def _may_see(self, call: Call) -> bool:
+    def _may_show(self, call: Call) -> bool:
         """Whether any query has a non-empty interval."""
         if self.negated:
             return True
-        low, high = self._ends(call).unbind(1)
+        low, high = self._interval_ends(call).unbind(1)
         return bool((low < high).any())
 
-    def _ends(self, call: Call) -> Tensor:
-        """The first visible key of every query and the one after the last, [rows|1, 2, Lq]."""
-        lengths = () if self.lengths is None else (call.by_query(self.lengths),)
-        ends = self.bounds(call.positions(), call.whole()[1], *lengths)
-        return call.within(torch.stack(torch.broadcast_tensors(*ends), 1)).to(torch.int32)
+    def _interval_ends(self, call: Call) -> Tensor:
+        """Return every query's first visible key and the one after the last, [rows|1, 2, Lq]."""
+        lengths = () if self.lengths is None else (call.expand_to_queries(self.lengths),)
+        ends = self.bounds(call.positions(), call.whole_lengths()[1], *lengths)
+        return call.to_local_keys(torch.stack(torch.broadcast_tensors(*ends), 1)).to(torch.int32)
 
     def _steps(self, call: Call) -> list[Kind | Leaf]:
-        data = self._ends(call)
+        data = self._interval_ends(call)
         return [Leaf(Kind.INTERVAL, self.negated, call.padded(data), data.shape[0])]
 
 
@@ -74,7 +74,7 @@ def causal() -> Mask:
 
 
 def _bounds_of_causal(positions: Tensor, k_len: int) -> tuple[Tensor, Tensor]:
-    """Keys from the first up to the query's own position."""
+    """Return the bounds of the keys from the first up to the query's own position."""
     return torch.zeros_like(positions), positions + 1
 
 
@@ -95,7 +95,7 @@ def sliding_window(left: int, right: int) -> Mask:
 def _bounds_of_window(
     left: int, right: int, positions: Tensor, k_len: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys from ``left`` before to ``right`` after the query."""
+    """Return the bounds of the keys from ``left`` before to ``right`` after the query."""
     low = positions - left if left >= 0 else torch.zeros_like(positions)
     return low, positions + right + 1 if right >= 0 else torch.full_like(positions, k_len)
 
@@ -108,7 +108,7 @@ def chunked(size: int) -> Mask:
 
 
 def _bounds_of_chunks(size: int, positions: Tensor, k_len: int) -> tuple[Tensor, Tensor]:
-    """The first key of the query's chunk and the one after its last."""
+    """Return the bounds of the keys in the query's chunk."""
     low = positions.div(size, rounding_mode="floor") * size
     return low, low + size
 
@@ -123,14 +123,14 @@ def prefix_lm(lengths: int | Tensor) -> Mask:
         check_int("prefix_lm", "lengths", lengths, 0)
         bounds = functools.partial(_bounds_of_prefix, lengths=lengths)
         return _Interval(f"prefix_lm({lengths})", bounds)
-    copied = integers("prefix_lm", "lengths", lengths, "[B]", (1,))
+    copied = copy_as_int32("prefix_lm", "lengths", lengths, "[B]", (1,))
     return _Interval(f"prefix_lm(<lengths {list(copied.shape)}>)", _bounds_of_prefix, copied)
 
 
 def _bounds_of_prefix(
     positions: Tensor, k_len: int, lengths: int | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Keys of the prefix, and keys up to the query's own position."""
+    """Return the bounds of the keys in the prefix or up to the query's own position."""
     return torch.zeros_like(positions), (positions + 1).clamp(min=lengths)
 
 
@@ -145,8 +145,8 @@ class _Documents(LeafMask):
         self.ids, self.key_ids = ids, key_ids  # [B|1, Lq], [B|1, Lk] int32; None: the same
 
     def _check(self, call: Call) -> None:
-        """The ids must have the lengths and the batch of the call."""
-        q_len, k_len = call.whole()
+        """Raise an error unless the ids have the lengths and the batch of the call."""
+        q_len, k_len = call.whole_lengths()
         queries = ("ids of the queries", self.ids, q_len)
         keys = ("ids of the keys", self.ids if self.key_ids is None else self.key_ids, k_len)
         ids_are_positions = self.key_ids is None and isinstance(call, CacheCall)
@@ -158,25 +158,25 @@ class _Documents(LeafMask):
             check_rows(call, f"the {subject}", ids.shape[0], call.rows)
             check_device(call, f"the {subject}", ids)
 
-    def _may_see(self, call: Call) -> bool:
+    def _may_show(self, call: Call) -> bool:
         """Whether a query and a key share an id, over the whole batch."""
         if self.negated:
             return True
-        queries, keys = self._ids(call)  # of the whole batch, so this may overestimate
+        queries, keys = self._call_ids(call)  # of the whole batch, so this may overestimate
         return bool(torch.isin(queries, keys).any())
 
-    def _ids(self, call: Call) -> tuple[Tensor, Tensor]:
-        """The ids of the queries and of the keys, [rows|1, L]."""
-        q_len, k_len = call.whole()
+    def _call_ids(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Return the ids of the call's queries and keys, [rows|1, L]."""
+        q_len, k_len = call.whole_lengths()
         if self.key_ids is None:
-            ids = exactly(self.ids, k_len)
-            return call.cut(call.ids_of_queries(ids), ids)
-        return call.cut(exactly(self.ids, q_len), exactly(self.key_ids, k_len))
+            ids = fix_sizes(self.ids, k_len)
+            return call.select_ids(call.ids_of_queries(ids), ids)
+        return call.select_ids(fix_sizes(self.ids, q_len), fix_sizes(self.key_ids, k_len))
 
     def _steps(self, call: Call) -> list[Kind | Leaf]:
-        """Intervals if the keys of each document are contiguous, else ids."""
-        query_ids, key_ids = self._ids(call)
-        ends = _ends_of_documents(call, query_ids, key_ids)
+        """Return intervals if the keys of each document are contiguous, else ids."""
+        query_ids, key_ids = self._call_ids(call)
+        ends = _document_ends(call, query_ids, key_ids)
         if ends is not None:
             return [Leaf(Kind.INTERVAL, self.negated, call.padded(ends), ends.shape[0])]
         queries, keys = call.padded(query_ids), call.padded(key_ids)
@@ -185,8 +185,8 @@ class _Documents(LeafMask):
         return [Leaf(Kind.IDS, self.negated, data, rows)]
 
 
-def _ends_of_documents(call: Call, queries: Tensor, keys: Tensor) -> Tensor | None:
-    """The first key of each query's document and the one after the last, [rows, 2, Lq].
+def _document_ends(call: Call, queries: Tensor, keys: Tensor) -> Tensor | None:
+    """Return the first key of each query's document and the one after the last, [rows, 2, Lq].
 
     None if the keys of a document are not contiguous, or if their ids cannot be read.
     """
@@ -195,15 +195,17 @@ def _ends_of_documents(call: Call, queries: Tensor, keys: Tensor) -> Tensor | No
     if min(call.q_len, call.k_len) == 0:
         return None
     queries, keys = (x.expand(max(len(queries), len(keys)), -1) for x in (queries, keys))
-    ids, order = keys.contiguous().sort(dim=1, stable=True)
+    ids, places = keys.contiguous().sort(dim=1, stable=True)
     query_ids = queries.contiguous()
-    begin, end = (torch.searchsorted(ids, query_ids, right=after) for after in (False, True))
-    low = order.gather(1, begin.clamp(max=call.k_len - 1))
-    last = order.gather(1, (end - 1).clamp(min=0))
-    count = end - begin
-    if bool(((last - low != count - 1) & (count > 0)).any()):
+    begin, end = (
+        torch.searchsorted(ids, query_ids, right=after_equal) for after_equal in (False, True)
+    )
+    low = places.gather(1, begin.clamp(max=call.k_len - 1))
+    last = places.gather(1, (end - 1).clamp(min=0))
+    counts = end - begin
+    if bool(((last - low != counts - 1) & (counts > 0)).any()):
         return None
-    return torch.stack((low, low + count), 1).to(torch.int32)
+    return torch.stack((low, low + counts), 1).to(torch.int32)
 
 
 def document(ids: Tensor, key_ids: Tensor | None = None) -> Mask:
@@ -225,15 +227,15 @@ def document(ids: Tensor, key_ids: Tensor | None = None) -> Mask:
             [0.0000, 0.0000, 1.0000, 0.0000],
             [0.0000, 0.0000, 0.5000, 0.5000]])
     """
-    query_ids = _documents("ids", ids)
-    copied_key_ids = None if key_ids is None else _documents("key_ids", key_ids)
+    query_ids = _copy_ids("ids", ids)
+    copied_key_ids = None if key_ids is None else _copy_ids("key_ids", key_ids)
     description = f"<ids {list(ids.shape)}>"
     if key_ids is not None:
         description += f", <key_ids {list(key_ids.shape)}>"
     return _Documents(query_ids, copied_key_ids, f"document({description})")
 
 
-def _documents(name: str, ids: Any) -> Tensor:
-    """The ids as int32 [B|1, L]."""
-    copied = integers("document", name, ids, "[L] or [B, L]", (1, 2))
+def _copy_ids(name: str, ids: Any) -> Tensor:
+    """Check the ids, and return a copy as int32 [B|1, L]."""
+    copied = copy_as_int32("document", name, ids, "[L] or [B, L]", (1, 2))
     return copied if copied.dim() == 2 else copied[None]

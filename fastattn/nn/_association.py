@@ -74,8 +74,8 @@ class Association(nn.Module):
         self.key_as_static, self.query_as_static = key_as_static, query_as_static
         self.value_as_static, self.value_as_connected = value_as_static, value_as_connected
         self.add_zero_attn, self.disable_out_projection = add_zero_attn, disable_out_projection
-        joint = self.kdim == embed_dim == self.vdim and pattern_dim is None
-        self._qkv_same_embed_dim = joint and not value_as_connected
+        has_equal_widths = self.kdim == embed_dim == self.vdim and pattern_dim is None
+        self._qkv_same_embed_dim = has_equal_widths and not value_as_connected
         if not self.static_execution:
             assert embed_dim is not None
             head_dim = embed_dim // num_heads if head_dim is None else head_dim
@@ -91,40 +91,40 @@ class Association(nn.Module):
             normalize_pattern_eps,
         )
 
-        hidden, patterns = num_heads * (head_dim or 0), num_heads * (pattern_dim or 0)
+        key_width, value_width = num_heads * (head_dim or 0), num_heads * (pattern_dim or 0)
         sizes = {
-            "q": None if query_as_static else (hidden, self.embed_dim),
-            "k": None if key_as_static else (hidden, self.kdim),
-            "v": None if value_as_static else (patterns, self.vdim),
+            "q": None if query_as_static else (key_width, self.embed_dim),
+            "k": None if key_as_static else (key_width, self.kdim),
+            "v": None if value_as_static else (value_width, self.vdim),
         }
         if value_as_connected and not (key_as_static or value_as_static):
-            sizes["v"] = (patterns, hidden)
+            sizes["v"] = (value_width, key_width)
         rows = sum(size[0] for size in sizes.values() if size is not None)
         has_joint_weight = self._qkv_same_embed_dim and rows > 0
-        self._parameter("in_proj_weight", (rows, embed_dim) if has_joint_weight else None, factory)
+        self._register("in_proj_weight", (rows, embed_dim) if has_joint_weight else None, factory)
         for name, size in sizes.items():
-            separate = None if self._qkv_same_embed_dim else size
-            self._parameter(f"{name}_proj_weight", separate, factory)
+            separate_size = None if self._qkv_same_embed_dim else size
+            self._register(f"{name}_proj_weight", separate_size, factory)
         # The bias has a part for the values even if they are static.
-        length = rows + (patterns if value_as_static else 0)
-        self._parameter("in_proj_bias", (length,) if bias and rows else None, factory)
-        affine = (head_dim,) if normalize_pattern_affine else None
-        self._parameter("p_norm_weight", affine, factory)
-        self._parameter("p_norm_bias", affine, factory)
+        bias_length = rows + (value_width if value_as_static else 0)
+        self._register("in_proj_bias", (bias_length,) if bias and rows else None, factory)
+        norm_size = (head_dim,) if normalize_pattern_affine else None
+        self._register("p_norm_weight", norm_size, factory)
+        self._register("p_norm_bias", norm_size, factory)
         # hflayers does not support this kind of appended pattern for static patterns either.
-        bias_k = (1, 1, hidden) if add_bias_kv and not key_as_static else None
-        bias_v = (1, 1, patterns) if add_bias_kv and not value_as_static else None
+        bias_k = (1, 1, key_width) if add_bias_kv and not key_as_static else None
+        bias_v = (1, 1, value_width) if add_bias_kv and not value_as_static else None
         if add_bias_kv and (bias_k is None or bias_v is None):
             raise ValueError("concat_bias_pattern needs patterns that are not static")
-        self._parameter("bias_k", bias_k, factory)
-        self._parameter("bias_v", bias_v, factory)
+        self._register("bias_k", bias_k, factory)
+        self._register("bias_v", bias_v, factory)
         self.out_proj: nn.Linear | None = None
         if not disable_out_projection:
-            self.out_proj = nn.Linear(patterns, self.out_dim or 0, bias=bias, **factory)
+            self.out_proj = nn.Linear(value_width, self.out_dim or 0, bias=bias, **factory)
         self.reset_parameters()
 
-    def _parameter(self, name: str, size: Any, factory: dict[str, Any]) -> None:
-        """Register a parameter of this size; None registers its absence."""
+    def _register(self, name: str, size: Any, factory: dict[str, Any]) -> None:
+        """Register a parameter of this size; without a size, register None."""
         self.register_parameter(
             name, None if size is None else Parameter(torch.empty(size, **factory))
         )
@@ -142,7 +142,7 @@ class Association(nn.Module):
     # --- [N, S, E] -> [N, H, S, D] ---------------------------------------------------------------
 
     def project(self, stored: Tensor, state: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Return state, stored and value as heads; stored and value may have N = 1."""
+        """Project state, stored and value to heads; stored and value may have N = 1."""
         # A static input has no rows in the joint weight; static values have a bias all the same.
         static = (self.query_as_static, self.key_as_static, self.value_as_static)
         rows = [0 if is_static else self.num_heads * (self.head_dim or 0) for is_static in static]
@@ -152,32 +152,32 @@ class Association(nn.Module):
         biases: Sequence[Tensor | None] = (None, None, None)
         if self.in_proj_bias is not None:
             biases = self.in_proj_bias.split([*rows[:2], len(self.in_proj_bias) - sum(rows[:2])])
-        q = self._heads(state, weights[0], biases[0], self.query_as_static)
-        k = self._heads(stored, weights[1], biases[1], self.key_as_static)
+        q = self._to_heads(state, weights[0], biases[0], self.query_as_static)
+        k = self._to_heads(stored, weights[1], biases[1], self.key_as_static)
         if self.value_as_connected and not self.key_as_static:
             value = linear(value, weights[1], biases[1])
             if self.value_as_static:  # the keys serve as values, without another projection
                 v = value.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             else:
-                v = self._heads(value, weights[2], biases[2], False)
+                v = self._to_heads(value, weights[2], biases[2], False)
         else:
-            v = self._heads(value, weights[2], biases[2], self.value_as_static)
+            v = self._to_heads(value, weights[2], biases[2], self.value_as_static)
         if self.normalize_pattern:
-            q, k = self._normalized(q), self._normalized(k)
+            q, k = self._normalize_heads(q), self._normalize_heads(k)
         return q, k, v
 
-    def _heads(self, x: Tensor, weight: Any, bias: Tensor | None, static: bool) -> Tensor:
-        """Project rows [N, S, E] to heads [N, H, S, D]."""
+    def _to_heads(self, x: Tensor, weight: Any, bias: Tensor | None, static: bool) -> Tensor:
+        """Project rows [N, S, E] to heads [N, H, S, D], or repeat static rows for each head."""
         if static:  # every head gets the full width
             return x.unsqueeze(1).expand(-1, self.num_heads, -1, -1)
         return linear(x, weight, bias).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
-    def _normalized(self, x: Tensor) -> Tensor:
-        """Layer norm of every head, with one learned scale and shift for all heads."""
+    def _normalize_heads(self, x: Tensor) -> Tensor:
+        """Apply a layer norm to every head, with one learned scale and shift for all heads."""
         eps = self.normalize_pattern_eps
         return F.layer_norm(x, x.shape[-1:], self.p_norm_weight, self.p_norm_bias, eps)
 
-    def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _append_rows(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append the learned pattern and the pattern of zeros."""
         return (
             append_rows(k, self.bias_k, self.add_zero_attn),
@@ -202,20 +202,20 @@ class Association(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the result [N, L, out] and the weights [N, H, L, S]."""
         q, k, v = self.project(stored, state, value)
-        source = k.shape[2]
-        k, v = self._append(k, v)
+        k_len = k.shape[2]
+        k, v = self._append_rows(k, v)
         merged = merge_masks(
-            _boolean(padding),
-            _boolean(mask),
+            _as_bool(padding),
+            _as_bool(mask),
             batch=q.shape[0],
             num_heads=self.num_heads,
-            length=q.shape[2],
-            source=source,
-            appended=k.shape[2] - source,
+            q_len=q.shape[2],
+            k_len=k_len,
+            appended=k.shape[2] - k_len,
         )
 
         def retrieve(heads: slice, beta: Any, steps: Any, eps: Any) -> Any:
-            """The retrieval of these heads; weights are None unless needed."""
+            """Retrieve by these heads: the result, and the weights or None."""
             heads_mask = merged
             if merged is not None and merged.shape[1] > 1:
                 heads_mask = merged[:, heads]
@@ -240,8 +240,8 @@ class Association(nn.Module):
                 retrieve(slice(h, h + 1), *(x[h] if isinstance(x, Tensor) else x for x in limits))
                 for h in range(self.num_heads)
             ]
-            out = torch.cat([part[0] for part in results], 1)
-            weights = torch.cat([part[1] for part in results], 1) if need_weights else None
+            out = torch.cat([result[0] for result in results], 1)
+            weights = torch.cat([result[1] for result in results], 1) if need_weights else None
         else:
             out, weights = retrieve(slice(None), scaling, steps_max, steps_eps)
         out = out.transpose(1, 2).flatten(2)
@@ -250,6 +250,6 @@ class Association(nn.Module):
         return out, weights
 
 
-def _boolean(mask: Tensor | None) -> Tensor | None:
-    """uint8, which hflayers accepts, as bool."""
+def _as_bool(mask: Tensor | None) -> Tensor | None:
+    """Convert a mask in uint8, which hflayers accepts, to bool."""
     return mask.bool() if mask is not None and mask.dtype == torch.uint8 else mask

@@ -12,39 +12,40 @@ class KeyValueCache:
     """Keys and values [N, H, S, D] of one attention.
 
     Rows written after the first ``length`` positions become permanent with ``advance``. Until then
-    they are overwritten, so a step can be repeated.
+    the next call overwrites them, so a step can be repeated.
     """
 
     def __init__(self) -> None:
         self.length = 0
-        self._pair: tuple[Tensor, Tensor] | None = None  # with free space after `length`
+        self._keys_values: tuple[Tensor, Tensor] | None = None  # with free space after `length`
 
-    def extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k and v [N, H, L, D], and return all keys and values."""
         start, end = self.length, self.length + k.shape[2]
-        if self._pair is not None and self._pair[0].shape[0] != k.shape[0]:
-            raise ValueError(f"the cache has batch size {self._pair[0].shape[0]}, got {k.shape[0]}")
+        if self._keys_values is not None and self._keys_values[0].shape[0] != k.shape[0]:
+            cached = self._keys_values[0].shape[0]
+            raise ValueError(f"the cache has batch size {cached}, got {k.shape[0]}")
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             # Tensors that autograd has saved must not be overwritten.
-            if self._pair is not None:
+            if self._keys_values is not None:
                 k, v = (
                     torch.cat((past[:, :, :start], new), 2)
-                    for past, new in zip(self._pair, (k, v), strict=True)
+                    for past, new in zip(self._keys_values, (k, v), strict=True)
                 )
-            self._pair = k, v
+            self._keys_values = k, v
             return k, v
-        if self._pair is None or self._pair[0].shape[2] < end:
-            self._pair = self._with_room(k, v, 2 * end)
-        for buffer, new in zip(self._pair, (k, v), strict=True):
+        if self._keys_values is None or self._keys_values[0].shape[2] < end:
+            self._keys_values = self._grow(k, v, 2 * end)
+        for buffer, new in zip(self._keys_values, (k, v), strict=True):
             buffer[:, :, start:end] = new
-        return self._pair[0][:, :, :end], self._pair[1][:, :, :end]
+        return self._keys_values[0][:, :, :end], self._keys_values[1][:, :, :end]
 
-    def kept(self, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
-        """Return keys and values that never change; computed in the first call."""
-        if self._pair is None:
-            k, v = make()
-            self._pair = k, v
-        return self._pair
+    def get_or_compute(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
+        """Return keys and values that never change; the first call computes them."""
+        if self._keys_values is None:
+            k, v = compute()
+            self._keys_values = k, v
+        return self._keys_values
 
     def advance(self, steps: int) -> None:
         """Make the next ``steps`` positions permanent."""
@@ -52,16 +53,16 @@ class KeyValueCache:
 
     def select(self, index: Tensor) -> None:
         """Keep only these sequences of the batch, in this order."""
-        if self._pair is not None:
-            k, v = (x.index_select(0, index) for x in self._pair)
-            self._pair = k, v
+        if self._keys_values is not None:
+            k, v = (x.index_select(0, index) for x in self._keys_values)
+            self._keys_values = k, v
 
-    def _with_room(self, k: Tensor, v: Tensor, positions: int) -> tuple[Tensor, Tensor]:
-        """New buffers for this many positions, with the permanent ones copied."""
-        old = self._pair
-        buffers = [x.new_empty(*x.shape[:2], positions, x.shape[3]) for x in (k, v)]
-        if old is not None:
-            for buffer, past in zip(buffers, old, strict=True):
+    def _grow(self, k: Tensor, v: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+        """Return buffers for ``capacity`` positions, with the permanent positions copied."""
+        past_rows = self._keys_values
+        buffers = [x.new_empty(*x.shape[:2], capacity, x.shape[3]) for x in (k, v)]
+        if past_rows is not None:
+            for buffer, past in zip(buffers, past_rows, strict=True):
                 buffer[:, :, : self.length] = past[:, :, : self.length]
         return buffers[0], buffers[1]
 
@@ -89,8 +90,8 @@ class DecoderCache:
 
     def select(self, index: Tensor) -> None:
         """Keep only these sequences of the batch, [N'] int64: the selected beams of a search."""
-        for pair in self.layers:
-            for cache in pair:
+        for caches in self.layers:
+            for cache in caches:
                 cache.select(index)
         if self.padding is not None:
             self.padding = self.padding.index_select(0, index)

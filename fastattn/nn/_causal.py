@@ -29,7 +29,7 @@ class LayerAttention(MultiheadAttention):
         mask: Mask | None = None,
         cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``MultiheadAttention``, after the cached positions if there is a cache."""
+        """As ``MultiheadAttention``; with a cache, the positions follow the cached positions."""
         options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         if cache is None:
             return super().forward(query, key, value, *options, mask=mask)
@@ -39,14 +39,15 @@ class LayerAttention(MultiheadAttention):
                 implementation, self, query, key, value, *options, mask=mask, cache=cache
             )
         if self._context is not None:
-            self._check_call(query, need_weights, cache)
+            self._check_context_call(query, need_weights, cache)
+        # Without the mask, because the check of its shape does not know of cached keys.
         batched = mha_is_batched(query, key, value, key_padding_mask, None, self.num_heads)
         flags = (is_causal, need_weights, average_attn_weights)
-        call = Options(key_padding_mask, attn_mask, mask, *flags)
-        return self._general(query, key, value, call, batched, cache)
+        record = Options(key_padding_mask, attn_mask, mask, *flags)
+        return self._forward_general(query, key, value, record, batched, cache)
 
 
-def into_layer_attention(attention: nn.MultiheadAttention) -> None:
-    """Change the class in place, so that parameters and random numbers stay PyTorch's."""
+def convert_to_layer_attention(attention: nn.MultiheadAttention) -> None:
+    """Change the class of ``attention`` in place, which keeps PyTorch's initial parameters."""
     attention.__class__ = LayerAttention
     attention.register_forward_pre_hook(keep_forward_called)

@@ -27,8 +27,8 @@ class Context:
     layout: str | Layout
 
     @classmethod
-    def checked(cls: type[AnyContext], group: Any, method: Any, layout: Any) -> AnyContext:
-        """Check the options and return their context."""
+    def create(cls: type[AnyContext], group: Any, method: Any, layout: Any) -> AnyContext:
+        """Check the options, and return a context with them."""
         from fastattn.distributed import Layout
         from fastattn.distributed._call import LAYOUTS, METHODS
 
@@ -58,7 +58,7 @@ class Context:
         from fastattn.distributed import attention
         from fastattn.distributed._columns import gather_columns
 
-        # As in MultiheadAttention: without padding the hint is trusted.
+        # As in MultiheadAttention: without padding, the hint replaces the mask.
         causal = is_causal and (attn_mask is None or key_padding_mask is None)
         attn_mask = None if causal else attn_mask
         if key_padding_mask is not None:
@@ -69,8 +69,8 @@ class Context:
             attn_mask,
             batch=q.shape[0],
             num_heads=q.shape[1],
-            length=q.shape[2],
-            source=0 if any_mask is None else any_mask.shape[-1],
+            q_len=q.shape[2],
+            k_len=0 if any_mask is None else any_mask.shape[-1],
             appended=0,
         )
         return attention(
@@ -124,7 +124,7 @@ class ContextParallel(nn.Module):
                 attention; a :class:`fastattn.nn.Transformer` of tokens. In ``forward``: attention
                 weights, a cache, NestedTensors.
         """
-        context = Context.checked(group, method, layout) if enabled else None
+        context = Context.create(group, method, layout) if enabled else None
         modules = [m for m in self.modules() if isinstance(m, ContextParallel)]
         for part in modules if enabled else []:
             part._check_context()
@@ -139,9 +139,9 @@ class ContextParallel(nn.Module):
         return self
 
     def _check_context(self) -> None:
-        """Raise if the module cannot work on shards."""
+        """Raise if an option of the module does not work on shards; overridden by modules."""
 
 
 def unsupported(feature: str) -> NotImplementedError:
-    """The error for a feature that works on one process only."""
+    """Return the error for a feature that works on one process only."""
     return NotImplementedError(f"{feature} is not supported under context_parallel()")

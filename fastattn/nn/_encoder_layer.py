@@ -26,13 +26,13 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fastattn import compat, dispatch, evidence
 from fastattn.compat import runs_eagerly
-from fastattn.nn._leaf import is_symbolic, leaf
+from fastattn.nn._leaf import call_as_leaf, is_symbolic
 from fastattn.nn.linear import PACKED, Linear
 from fastattn.nn.mha import keep_forward_called
 
 
 class Names(NamedTuple):
-    """Where a layer keeps its parts: dotted names of modules and attributes, from the layer on."""
+    """Where a layer keeps its parts: dotted names of modules and attributes inside the layer."""
 
     linear: str  # of query, key, value, output, and the two of the MLP; or "joint" for the first 3
     norms: str  # the first and the second, LayerNorm or RMSNorm
@@ -68,36 +68,39 @@ _ACTIVATIONS: dict[Any, int] = {
     "GELUTanh": _GELU_TANH,
     "SiLUActivation": _SILU,
 }
-_LIBRARIES = ("torch.", "transformers.")
+_KNOWN_PACKAGES = ("torch.", "transformers.")
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 LINEAR = (nn.Linear, Linear, NonDynamicallyQuantizableLinear)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def part_of(layer: nn.Module, path: str) -> Any:
-    """A module inside a layer, by its dotted name; the layer itself is ""."""
+    """Return a module inside a layer by its dotted name; "" is the layer itself."""
     part: Any = layer
     for name in filter(None, path.split(".")):
         part = compat.children_of(part)[name]
     return part
 
 
-def _attribute(layer: nn.Module, path: str) -> Any:
-    """An attribute inside a layer, by its dotted name."""
+def _find_attribute(layer: nn.Module, path: str) -> Any:
+    """Return an attribute inside a layer by its dotted name."""
     owner, _, name = path.rpartition(".")
     return getattr(part_of(layer, owner), name)
 
 
 class Plan:
-    """What a native call needs of modules, and the facts that each call checks."""
+    """What a native call needs of modules, and the state on which it depends.
 
-    native: Any = None  # None if the modules' own forwards must run
+    ``facts`` records the state of the modules, such as tensors and hooks; each call compares it.
+    """
+
+    native: Any = None  # the native plan; None if the modules' own forwards must run
 
     def __init__(self, inside: Iterable[nn.Module], state: Iterable[dict[str, Any]]) -> None:
         native: Any = dispatch.load("cpu")
         modules = [*inside]
-        of_modules = [x for module in modules for x in compat.state_of(module)]
-        self.facts = native.Facts([*of_modules, *state], modules)
+        module_state = [x for module in modules for x in compat.state_of(module)]
+        self.facts = native.Facts([*module_state, *state], modules)
 
     def holds(self) -> bool:
         """Whether nothing that the plan depends on has changed."""
@@ -105,10 +108,10 @@ class Plan:
         return facts_hold
 
 
-class _Layer(Plan):
-    """The native plan of a layer."""
+class _LayerPlan(Plan):
+    """The plan of an encoder layer."""
 
-    is_usual = False
+    is_usual = False  # whether all parts are of known classes, without hooks or unusual options
 
     def __init__(self, layer: nn.Module, names: Names) -> None:
         inside = [x for x in layer.modules() if x is not layer]
@@ -121,29 +124,29 @@ class _Layer(Plan):
             self.native = native.EncoderPlan(self.facts, *options)
 
     def _read(self, layer: nn.Module, names: Names, inside: list[nn.Module]) -> Any:
-        """What the native plan is made of; None if it can have none."""
+        """Return the arguments of the native plan; None if the layer cannot have one."""
         linear = [None if x == "joint" else part_of(layer, x) for x in names.linear.split()]
         norms = [part_of(layer, path) for path in names.norms.split()]
-        attention, heads = part_of(layer, names.attention), _attribute(layer, names.heads)
-        function = _attribute(layer, names.activation)
-        activation = _activation(function)
+        attention, heads = part_of(layer, names.attention), _find_attribute(layer, names.heads)
+        activation_function = _find_attribute(layer, names.activation)
+        activation = _activation_code(activation_function)
         packed = [x.__dict__.get(PACKED) for x in linear if x is not None]
-        pairs: list[Any] = [(x.weight, x.bias) for x in linear if x is not None]
-        pairs += [(x.weight, getattr(x, "bias", None)) for x in norms]
-        joint = linear[0] is None
-        if joint:
-            pairs[:0] = [(attention.in_proj_weight, attention.in_proj_bias), None, None]
+        parameters: list[Any] = [(x.weight, x.bias) for x in linear if x is not None]
+        parameters += [(x.weight, getattr(x, "bias", None)) for x in norms]
+        has_joint_weight = linear[0] is None
+        if has_joint_weight:
+            parameters[:0] = [(attention.in_proj_weight, attention.in_proj_bias), None, None]
         scales = [part_of(layer, path) for path in names.scales.split()]
-        pairs += [(x.lambda1, None) for x in scales] or [None, None]
-        parts = (*linear, *norms, *scales, function)
+        parameters += [(x.lambda1, None) for x in scales] or [None, None]
+        parts = (*linear, *norms, *scales, activation_function)
         eps = [x.eps for x in norms]
-        self.weight: Tensor = pairs[3][0]
+        self.weight: Tensor = parameters[3][0]  # of the output projection
         width = self.weight.shape[0]
         self.is_usual = (
             not compat.have_hooks(inside, does_nothing)
             and activation > 0
             and all(
-                _draws(x) or type(x) is nn.Identity or any(x is y for y in parts)
+                _drops_in_training(x) or type(x) is nn.Identity or any(x is y for y in parts)
                 for x in inside
                 if not compat.children_of(x)
             )
@@ -151,37 +154,37 @@ class _Layer(Plan):
             and type(norms[0]) is type(norms[1])
             and all(type(x) in _NORMS and len(x.normalized_shape) == 1 for x in norms)
             and all(x is None or type(x) is float for x in eps)
-            and all(x is None or x[0] is not None for x in pairs)
+            and all(x is None or x[0] is not None for x in parameters)
             and type(heads) is int
             and heads > 0
             and width % heads == 0
             and self.weight.shape == (width, width)
-            and not (joint and not _is_usual_attention(attention, width))
+            and not (has_joint_weight and not _has_no_options(attention, width))
             and not (names is PYTORCH and compat.has_own_blocks(layer))
         )
-        drawing = [x for x in inside if _draws(x)]
-        # Each by itself: one may be in training mode alone.
-        if not self.is_usual or any(x.training for x in (layer, attention, *drawing)):
+        dropouts = [x for x in inside if _drops_in_training(x)]
+        # Every module has a training mode of its own.
+        if not self.is_usual or any(x.training for x in (layer, attention, *dropouts)):
             return None
-        # Of an RMSNorm without one: float32's, in 16 bits a version's choice.
+        # An RMSNorm without eps uses that of float32; in 16 bits it depends on PyTorch's version.
         dtypes = _DTYPES[:1] if None in eps else _DTYPES
         eps = [torch.finfo(torch.float32).eps if x is None else x for x in eps]
         norm_first = bool(getattr(layer, "norm_first", names.norm_first))
         options = (heads, norm_first, type(norms[0]) is nn.RMSNorm, *eps, activation)
-        limits = [_limits(x) if x in dtypes else (0, 0, 0, 0) for x in _DTYPES]
-        first = 3 if joint else 0  # of `pairs` with a packed copy
-        for n, copy in enumerate(packed, first):
-            pairs[n] = (*pairs[n], copy)
-        return (tuple(pairs), *options, limits)
+        limits = [_size_limits(x) if x in dtypes else (0, 0, 0, 0) for x in _DTYPES]
+        start = 3 if has_joint_weight else 0  # the place in `parameters` of the first of `packed`
+        for n, packed_copy in enumerate(packed, start):
+            parameters[n] = (*parameters[n], packed_copy)
+        return (tuple(parameters), *options, limits)
 
 
-def _draws(module: nn.Module) -> bool:
+def _drops_in_training(module: nn.Module) -> bool:
     """Whether a module drops numbers in training mode, and does nothing in eval mode."""
     return "Drop" in type(module).__name__  # Dropout, DropPath
 
 
-def _is_usual_attention(attention: Any, width: int) -> bool:
-    """Whether a ``MultiheadAttention`` has none of its options."""
+def _has_no_options(attention: Any, width: int) -> bool:
+    """Whether an attention is a ``MultiheadAttention`` of this width without options."""
     absent = ("bias_k", "bias_v", "head_network", "relative_bias", "_watch", "_context")
     usual = {
         **dict.fromkeys(absent),
@@ -199,12 +202,15 @@ AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
 
 def cached_plan(module: nn.Module) -> Any:
-    """The last plan of a module, which may no longer hold; None if it had none."""
+    """Return the last plan of a module, which may no longer hold; None if it had none."""
     return _plans.get(module)
 
 
 def plan_of(module: nn.Module, make: Callable[..., AnyPlan], *arguments: Any) -> AnyPlan | None:
-    """The plan of a module, which ``make(module, *arguments)`` makes; None if none can have one."""
+    """Return the plan of a module, made by ``make(module, *arguments)`` if it has none that holds.
+
+    None if no module can have a plan here.
+    """
     plan: AnyPlan | None = _plans.get(module)
     if plan is None or not plan.holds():
         if isinstance(dispatch.load("cpu"), str) or compat.MISSING:
@@ -213,9 +219,9 @@ def plan_of(module: nn.Module, make: Callable[..., AnyPlan], *arguments: Any) ->
     return plan
 
 
-def layer_plan(layer: nn.Module, names: Names) -> _Layer | None:
+def layer_plan(layer: nn.Module, names: Names) -> _LayerPlan | None:
     """The plan of an encoder layer."""
-    return plan_of(layer, _Layer, names)
+    return plan_of(layer, _LayerPlan, names)
 
 
 class Native(nn.Module):
@@ -229,8 +235,8 @@ class Native(nn.Module):
         return [self]
 
     def why_not_native(self) -> str:
-        """Why no call is native; "" if small ones in eval mode are."""
-        reasons = (_why_not(layer, self.NAMES) for layer in self.native_layers())
+        """Why no call is native; "" if small calls in eval mode are native."""
+        reasons = (_explain_layer(layer, self.NAMES) for layer in self.native_layers())
         return next(filter(None, reasons), "")
 
 
@@ -248,7 +254,7 @@ class FusedEncoderLayer(Native):
     ) -> Tensor:
         """As ``torch.nn.TransformerEncoderLayer``."""
         if is_symbolic(src):
-            return leaf(self, src, src_mask, src_key_padding_mask, is_causal)
+            return call_as_leaf(self, src, src_mask, src_key_padding_mask, is_causal)
         if src_mask is None and src_key_padding_mask is None and not is_causal:
             y = run_native((self,), self.NAMES, src)
             if y is not None:
@@ -279,7 +285,7 @@ class FusedEncoder(nn.Module):
         layers: Any = self.layers
         if src.is_nested or compat.have_hooks(layers, does_nothing):
             return None
-        if any(type(layer).forward.__module__ not in _FORWARDS for layer in layers):
+        if any(type(layer).forward.__module__ not in _FORWARD_MODULES for layer in layers):
             return None
         if padding is None:
             return run_native(layers, PYTORCH, src)
@@ -287,13 +293,13 @@ class FusedEncoder(nn.Module):
             return None
         if not can_run_native(layers, PYTORCH) or not runs_eagerly(src, padding):
             return None
-        rows, starts, restore = without_padding(src, padding)
+        rows, starts, restore = pack_rows(src, padding)
         y = run_native(layers, PYTORCH, rows, starts)
         return None if y is None else restore(y)
 
 
-# The modules whose layers compute in their own forward what `PYTORCH` describes.
-_FORWARDS = ("torch.nn.modules.transformer", __name__)
+# The Python modules that define the forward of layers that `PYTORCH` describes.
+_FORWARD_MODULES = ("torch.nn.modules.transformer", __name__)
 
 
 def run_native(
@@ -308,7 +314,7 @@ def run_native(
 
     ``x`` is [B, L, E], or [rows, E] of sequences one after the other, which begin at ``starts``
     [B + 1], in int32. ``relative_bias`` [heads, distances] of the scores, in float32, has distance
-    0 in the middle. The caller looks for hooks of the layers themselves.
+    0 in the middle. The caller checks that the layers themselves have no hooks.
     """
     if not layers or not compat.may_plan() or compat.has_global_hook():
         return None
@@ -335,21 +341,20 @@ def can_run_native(layers: Collection[nn.Module], names: Names) -> bool:
     return all(plan is not None and plan.native is not None for plan in plans)
 
 
-def _why_not(layer: nn.Module, names: Names) -> str:
+def _explain_layer(layer: nn.Module, names: Names) -> str:
+    """Why no call of one layer is native, or ""."""
     plan = layer_plan(layer, names)
     if plan is None or not plan.is_usual:
         return "a part of it is of another class, is watched by a hook, or has unusual options"
     weight = plan.weight
     if weight.dtype not in _DTYPES or not weight.is_cpu:
         return f"it is in {str(weight.dtype).removeprefix('torch.')} on {weight.device}"
-    if not _limits(weight.dtype)[0]:
+    if not _size_limits(weight.dtype)[0]:
         return "its operators are faster on this processor"
     return ""
 
 
-def without_padding(
-    x: Tensor, padding: Tensor
-) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+def pack_rows(x: Tensor, padding: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
     """Pack the rows of x [B, L, E] that are not padding: ``(rows, starts, restore)``.
 
     ``padding`` [B, L] is True at padding. ``rows`` is [T, E], ``starts`` [B + 1] in int32 says
@@ -367,8 +372,8 @@ def without_padding(
 
 
 @functools.cache
-def _limits(dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """The sizes at which the native layer is faster than its operators, and tiles than vectors.
+def _size_limits(dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Return the sizes from which native layers beat their operators, and tiles beat vectors.
 
     The largest rows·E·F of a layer, and the most rows of a layer of any width; the least rows of a
     product on tiles, and its least M·N·K.
@@ -383,8 +388,8 @@ def _limits(dtype: torch.dtype) -> tuple[int, int, int, int]:
 
 
 def forget_plans() -> None:
-    """Make every plan again."""
-    _limits.cache_clear()
+    """Drop all plans, so that the next calls make them again."""
+    _size_limits.cache_clear()
     _plans.clear()
 
 
@@ -392,13 +397,13 @@ evidence.on_change(forget_plans)
 
 
 def largest_layer(dtype: torch.dtype) -> int:
-    """The largest rows·E·F for which the products of a native layer are as fast as others."""
-    return _limits(dtype)[0] if dtype in _DTYPES else 0
+    """Return the largest rows·E·F for which a native layer's products are as fast as others."""
+    return _size_limits(dtype)[0] if dtype in _DTYPES else 0
 
 
 def is_exact_gelu(module: nn.Module) -> bool:
     """Whether a module is GELU without an approximation."""
-    return type(module) is nn.GELU and _activation(module) == _GELU
+    return type(module) is nn.GELU and _activation_code(module) == _GELU
 
 
 def does_nothing(hook: Any) -> bool:
@@ -409,12 +414,13 @@ def does_nothing(hook: Any) -> bool:
     return hook is keep_forward_called or hook.__module__ == "transformers.utils.output_capturing"
 
 
-def _activation(function: Any) -> int:
+def _activation_code(function: Any) -> int:
+    """Return the number of an activation in native code; 0 if it has none."""
     if isinstance(function, nn.GELU):
         return _GELU_TANH if function.approximate == "tanh" else _GELU
     if isinstance(function, nn.Module):
         kind = type(function)
-        is_named = kind.__module__.startswith(_LIBRARIES)
+        is_named = kind.__module__.startswith(_KNOWN_PACKAGES)
         return _ACTIVATIONS.get(kind.__name__, 0) if is_named else 0
     try:
         return _ACTIVATIONS.get(function, 0)

@@ -12,8 +12,8 @@ def is_symbolic(x: object) -> bool:
     return isinstance(x, torch.fx.Proxy)
 
 
-def leaf(module: torch.nn.Module, x: Any, *args: Any, **keywords: Any) -> Any:
-    """The node of a call of ``module``, in the graph of the symbolic ``x``."""
+def call_as_leaf(module: torch.nn.Module, x: Any, *args: Any, **keywords: Any) -> Any:
+    """Add a node that calls ``module`` to the graph of the symbolic ``x``, and return it."""
     options = {name: value for name, value in keywords.items() if value is not None}
     path = x.tracer.path_of_module(module)
     return x.tracer.create_proxy("call_module", path, (x, *args), options)

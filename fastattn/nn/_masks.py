@@ -79,8 +79,8 @@ def merge_masks(
     *,
     batch: int,
     num_heads: int,
-    length: int,
-    source: int,
+    q_len: int,
+    k_len: int,
     appended: int,
 ) -> Tensor | None:
     """Return one mask [N|1, H|1, L|1, S + appended], bool (True takes part) or floating (added),
@@ -94,8 +94,8 @@ def merge_masks(
         RuntimeError: ``attn_mask`` has the wrong shape.
         AssertionError: ``key_padding_mask`` has the wrong shape.
     """
-    attention = _attention_mask(attn_mask, batch, num_heads, length, source, appended)
-    padding = _padding_mask(key_padding_mask, batch, source, appended)
+    attention = _attention_mask(attn_mask, batch, num_heads, q_len, k_len, appended)
+    padding = _padding_mask(key_padding_mask, batch, k_len, appended)
     if attention is None or padding is None:
         return padding if attention is None else attention
     if padding.dtype == torch.bool:
@@ -108,12 +108,12 @@ def merge_masks(
 
 
 def _attention_mask(
-    mask: Tensor | None, batch: int, num_heads: int, length: int, source: int, appended: int
+    mask: Tensor | None, batch: int, num_heads: int, q_len: int, k_len: int, appended: int
 ) -> Tensor | None:
-    """[L, S] -> [1, 1, L, S'], [N·H, L, S] -> [N, H, L, S']"""
+    """Invert a mask: [L, S] -> [1, 1, L, S + appended], [N·H, L, S] -> [N, H, L, S + appended]."""
     if mask is None:
         return None
-    expected = (length, source) if mask.dim() == 2 else (batch * num_heads, length, source)
+    expected = (q_len, k_len) if mask.dim() == 2 else (batch * num_heads, q_len, k_len)
     if mask.shape != expected:
         raise RuntimeError(
             f"The shape of the {mask.dim()}D attn_mask is {mask.shape}, but should be {expected}."
@@ -123,16 +123,16 @@ def _attention_mask(
     if mask.dtype == torch.bool:
         mask = mask.logical_not()
     batches, heads = (1, 1) if mask.dim() == 2 else (batch, num_heads)
-    return mask.reshape(batches, heads, length, source + appended)
+    return mask.reshape(batches, heads, q_len, k_len + appended)
 
 
-def _padding_mask(mask: Tensor | None, batch: int, source: int, appended: int) -> Tensor | None:
-    """[N, S] -> [N, 1, 1, S']"""
+def _padding_mask(mask: Tensor | None, batch: int, k_len: int, appended: int) -> Tensor | None:
+    """Invert a padding mask: [N, S] -> [N, 1, 1, S + appended]."""
     if mask is None:
         return None
     if appended:
         mask = F.pad(mask, (0, appended))
-    for dim, size in enumerate((batch, source + appended)):
+    for dim, size in enumerate((batch, k_len + appended)):
         if mask.shape[dim] != size:
             raise AssertionError(
                 f"Expected key_padded_mask.shape[{dim}] to be {size}, but got {mask.shape[dim]}"

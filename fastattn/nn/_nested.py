@@ -40,12 +40,12 @@ def nested_attention(
         AssertionError: an unsupported NestedTensor.
     """
     jagged = is_jagged(query)
-    reason = (_why_not_jagged if jagged else _why_not)(
+    reason = (_why_not_jagged if jagged else _why_not_strided)(
         module, query, key, value, key_padding_mask, attn_mask
     )
     if mask is not None and not reason and (need_weights or not jagged):
-        requirement = "need_weights must be False" if jagged else "query must be jagged"
-        reason = f"MultiheadAttention: {requirement} with mask and NestedTensor"
+        condition = "need_weights must be False" if jagged else "query must be jagged"
+        reason = f"MultiheadAttention: {condition} with mask and NestedTensor"
     if reason:
         raise AssertionError(reason)
     rows, q_starts = _pack(query)
@@ -54,8 +54,9 @@ def nested_attention(
     else:
         keys, k_starts = _pack(key)
     values = keys if value is key else _pack(value)[0]
-    # The projections take all rows as one batch, [1, H, T, D]; packed sequences are [T, H, D].
-    q, k, v = (x[0].transpose(0, 1) for x in project(module, rows, keys, values, 0))
+    # All rows are one batch of the projections, [1, H, T, D]; packed sequences are [T, H, D].
+    heads = project(module, rows, keys, values, batch_dim=0)
+    q, k, v = (x[0].transpose(0, 1) for x in heads)
     bias_module = children_of(module).get("relative_bias")
     bias = None if bias_module is None else bias_module()
     dropout = module.dropout if module.training else 0.0
@@ -76,7 +77,7 @@ def nested_attention(
             relative_bias=bias,
             mask=mask,
         )
-    result = project_out(module, out.transpose(0, 1)[None], 0)[0]
+    result = project_out(module, out.transpose(0, 1)[None], batch_dim=0)[0]
     if jagged:
         return torch.nested.nested_tensor_from_jagged(result, q_starts), weights
     sequences = result.split(q_starts.diff().tolist())
@@ -84,7 +85,7 @@ def nested_attention(
 
 
 def _pack(nested: Tensor) -> tuple[Tensor, Tensor]:
-    """N sequences of [L_n, E] as [1, T, E], and the start of each, [N + 1]."""
+    """Pack N sequences of [L_n, E] to [1, T, E]; return the start of each as well, [N + 1]."""
     if is_jagged(nested):
         rows, starts = packed_rows(nested)
         return rows[None], starts
@@ -104,9 +105,9 @@ def _attend_padded(
     average: bool,
     relative_bias: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over padded rows, for the weights, which have to be padded in any case."""
-    q, q_valid = _padded(q, q_starts)
-    (k, k_valid), (v, _) = _padded(k, k_starts), _padded(v, k_starts)
+    """Attend over padded rows, for the weights, which are padded in any case."""
+    q, q_valid = _pad(q, q_starts)
+    (k, k_valid), (v, _) = _pad(k, k_starts), _pad(v, k_starts)
     out, weights = scaled_dot_product_attention(
         q,
         k,
@@ -121,8 +122,8 @@ def _attend_padded(
     return out.transpose(1, 2)[q_valid], weights
 
 
-def _padded(rows: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, H, D] as [N, H, L, D], and which of its rows are not padding, [N, L]."""
+def _pad(rows: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Pad [T, H, D] to [N, H, L, D]; return which of its rows are not padding as well, [N, L]."""
     lengths = starts.diff()
     valid = torch.arange(int(lengths.max()), device=rows.device) < lengths[:, None]
     padded = rows.new_zeros(*valid.shape, *rows.shape[1:])
@@ -162,7 +163,7 @@ def _why_not_jagged(
     return requirement and f"{name}: {requirement} if query is jagged"
 
 
-def _why_not(
+def _why_not_strided(
     module: nn.MultiheadAttention,
     query: Tensor,
     key: Tensor,

@@ -17,43 +17,43 @@ from fastattn.ops.linear import linear
 def project(
     module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, batch_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The projections as views [N, H, L, D]; inputs that are the same tensor share one GEMM."""
-    heads, bias = _heads_of(module), module.in_proj_bias
-    joint = module._qkv_same_embed_dim  # one weight serves all three
-    weights = _weights(module, ("in",) if joint else ("q", "k", "v"))
-    if joint:
+    """Return the projections as views [N, H, L, D]; one GEMM serves inputs that are one tensor."""
+    heads, bias = _head_sizes(module), module.in_proj_bias
+    is_joint = module._qkv_same_embed_dim  # one weight serves all three
+    weights = _read_weights(module, ("in",) if is_joint else ("q", "k", "v"))
+    if is_joint:
         weight = weights[0]  # [3E, E]
         if query is key and key is value:
-            q, k, v = _split(linear(query, weight, bias), heads, batch_dim, 3)
+            q, k, v = _split_heads(linear(query, weight, bias), heads, batch_dim, count=3)
             return q, k, v
         if key is value:
             e = module.embed_dim
-            b_q, b_kv = (None, None) if bias is None else (bias[:e], bias[e:])
-            (q,) = _split(linear(query, weight[:e], b_q), heads, batch_dim, 1)
-            k, v = _split(linear(key, weight[e:], b_kv), heads, batch_dim, 2)
+            q_bias, kv_bias = (None, None) if bias is None else (bias[:e], bias[e:])
+            (q,) = _split_heads(linear(query, weight[:e], q_bias), heads, batch_dim, count=1)
+            k, v = _split_heads(linear(key, weight[e:], kv_bias), heads, batch_dim, count=2)
             return q, k, v
         weights = weight.chunk(3)
     inputs = query, key, value
     biases: Sequence[Tensor | None] = (None, None, None) if bias is None else bias.chunk(3)
-    if not joint:
+    if not is_joint:
         _check_separate(module.embed_dim, inputs, weights, biases)
     q, k, v = (
-        _split(linear(x, w, b), heads, batch_dim, 1)[0]
+        _split_heads(linear(x, w, b), heads, batch_dim, count=1)[0]
         for x, w, b in zip(inputs, weights, biases, strict=True)
     )
     return q, k, v
 
 
 def project_query(module: nn.MultiheadAttention, query: Tensor, batch_dim: int) -> Tensor:
-    """The projection of the query alone, where keys and values are cached."""
-    heads, width = _heads_of(module), module.embed_dim
+    """Return the projection of the query alone, for calls with cached keys and values."""
+    heads, width = _head_sizes(module), module.embed_dim
     bias = None if module.in_proj_bias is None else module.in_proj_bias[:width]
     if module._qkv_same_embed_dim:
-        weight = _weights(module, ("in",))[0][:width]
+        weight = _read_weights(module, ("in",))[0][:width]
     else:
-        (weight,) = _weights(module, ("q",))
+        (weight,) = _read_weights(module, ("q",))
         _check_separate(width, (query,), (weight,), (bias,))
-    return _split(linear(query, weight, bias), heads, batch_dim, 1)[0]
+    return _split_heads(linear(query, weight, bias), heads, batch_dim, count=1)[0]
 
 
 def project_out(module: nn.MultiheadAttention, out: Tensor, batch_dim: int) -> Tensor:
@@ -66,16 +66,16 @@ def project_out(module: nn.MultiheadAttention, out: Tensor, batch_dim: int) -> T
     return linear(out, weight, bias)
 
 
-def _heads_of(module: nn.MultiheadAttention) -> tuple[int, int]:
-    """H and D."""
+def _head_sizes(module: nn.MultiheadAttention) -> tuple[int, int]:
+    """Return the number of heads H and their width D."""
     width, heads = module.embed_dim, module.num_heads
     if width // heads * heads != width:
         raise AssertionError(f"embed_dim {width} not divisible by num_heads {heads}")
     return heads, width // heads
 
 
-def _weights(module: nn.MultiheadAttention, prefixes: Sequence[str]) -> Sequence[Tensor]:
-    """The projection weights of these prefixes, or PyTorch's error for a missing one."""
+def _read_weights(module: nn.MultiheadAttention, prefixes: Sequence[str]) -> Sequence[Tensor]:
+    """Return the weights ``<prefix>_proj_weight``; raise PyTorch's error for a missing one."""
     weights: list[Any] = []
     for name in (f"{x}_proj_weight" for x in prefixes):
         weights.append(getattr(module, name))
@@ -100,11 +100,11 @@ def _check_separate(
                 )
 
 
-def _split(
-    packed: Tensor, heads: tuple[int, int], batch_dim: int, count: int
+def _split_heads(
+    joined: Tensor, head_sizes: tuple[int, int], batch_dim: int, count: int
 ) -> tuple[Tensor, ...]:
-    """[N, L, count·E] or [L, N, count·E] -> ``count`` views [N, H, L, D]"""
-    split = packed.view(*packed.shape[:2], count, *heads)
+    """Split [N, L, count·E] or [L, N, count·E] into ``count`` views [N, H, L, D]."""
+    heads = joined.view(*joined.shape[:2], count, *head_sizes)
     order = (0, 2, 1, 3) if batch_dim == 0 else (1, 2, 0, 3)
-    # unbind first: its backward then writes the gradient of `packed` in its own layout, in one pass
-    return tuple(x.permute(order) for x in split.unbind(2))
+    # unbind first: its backward then writes the gradient of `joined` in its own layout, in one pass
+    return tuple(x.permute(order) for x in heads.unbind(2))

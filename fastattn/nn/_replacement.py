@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fastattn.nn._encoder_layer import FusedEncoder, FusedEncoderLayer
-from fastattn.nn.linear import Linear, PatchEmbedding, TransposedLinear, is_of_patches
+from fastattn.nn.linear import Linear, PatchEmbedding, TransposedLinear, maps_patches
 from fastattn.nn.mha import MultiheadAttention, keep_forward_called
 
 LINEAR = (Linear, PatchEmbedding, TransposedLinear)
-_OURS = (MultiheadAttention, Linear, PatchEmbedding)  # each derives from a class of PyTorch
+_DERIVED = (MultiheadAttention, Linear, PatchEmbedding)  # each derives from a class of PyTorch
 _REPLACED = "_fastattn_replaced"  # set in the module's __dict__ if its class was changed here
 
 
@@ -86,16 +86,16 @@ def replace_encoders(model: nn.Module) -> list[str]:
 
 
 def replace(model: nn.Module, class_for: Callable[[nn.Module], type | None]) -> list[str]:
-    """Give each module the class that combines its own class with the class of ``ours``.
+    """Give each module a class that combines its own with the class that ``class_for`` returns.
 
     Returns:
-        The names of the modules for which ``ours`` returns a class.
+        The names of the modules for which ``class_for`` does not return None.
     """
     changed = []
     for name, module in model.named_modules():
-        kind = class_for(module)
-        if kind is not None and _REPLACED not in module.__dict__:
-            module.__class__ = _fused_class(type(module), kind)
+        fastattn_class = class_for(module)
+        if fastattn_class is not None and _REPLACED not in module.__dict__:
+            module.__class__ = _fused_class(type(module), fastattn_class)
             module.__dict__[_REPLACED] = None
             changed.append(name)
     return changed
@@ -108,14 +108,14 @@ def restore(module: nn.Module) -> bool:
     hook = module.__dict__.pop(_REPLACED)
     if hook is not None:
         hook.remove()
-    if hasattr(module, "forget"):  # what our class keeps for it
+    if hasattr(module, "forget"):  # frees what fastattn's class keeps for the module
         module.forget()  # type: ignore[operator]
     module.__class__ = _stock_class(type(module))
     return True
 
 
 def _linear_class(module: nn.Module) -> type | None:
-    """The class for a layer on the CPU whose ``forward`` is PyTorch's, or None."""
+    """Return the class for a layer on the CPU whose ``forward`` is PyTorch's, or None."""
     if isinstance(module, LINEAR):
         return None
     weight, forward = getattr(module, "weight", None), getattr(type(module), "forward", None)
@@ -125,10 +125,10 @@ def _linear_class(module: nn.Module) -> type | None:
         return None
     if isinstance(module, nn.Linear):
         # MultiheadAttention reads the parameters of its out_proj and never calls it.
-        unused = type(module) is NonDynamicallyQuantizableLinear
-        return Linear if forward is nn.Linear.forward and not unused else None
+        is_unused = type(module) is NonDynamicallyQuantizableLinear
+        return Linear if forward is nn.Linear.forward and not is_unused else None
     if isinstance(module, nn.Conv2d):
-        return PatchEmbedding if forward is nn.Conv2d.forward and is_of_patches(module) else None
+        return PatchEmbedding if forward is nn.Conv2d.forward and maps_patches(module) else None
     utils = sys.modules.get("transformers.pytorch_utils")
     return TransposedLinear if utils is not None and forward is utils.Conv1D.forward else None
 
@@ -141,12 +141,12 @@ _fused_classes: dict[tuple[type, type], type] = {}
 
 
 def _fused_class(stock: type, fastattn_class: type) -> type:
-    """The class equivalent to ``stock`` with the forward of ``ours``."""
+    """Return the class that is equal to ``stock`` but for the forward of ``fastattn_class``."""
     if stock in fastattn_class.__bases__:
         return fastattn_class
     if (stock, fastattn_class) not in _fused_classes:
         if _is_parametrized_class(stock):
-            return _rebased(stock, _fused_class(stock.__bases__[0], fastattn_class))
+            return _rebase(stock, _fused_class(stock.__bases__[0], fastattn_class))
         namespace = {
             "__module__": stock.__module__,
             "__qualname__": stock.__qualname__,
@@ -154,8 +154,8 @@ def _fused_class(stock: type, fastattn_class: type) -> type:
             "__reduce_ex__": _reduce_fused,
             "_fastattn_classes": (stock, fastattn_class),
         }
-        # A class that inherits from PyTorch's comes after stock: this, stock, …, fastattn's,
-        # torch's. So super() in stock finds it. Any other class has a forward that calls stock's.
+        # A class that inherits from PyTorch's must follow stock in the method resolution order, so
+        # that super() in stock finds it. Any other class has a forward that calls stock's.
         inherits = {*fastattn_class.__mro__} & {*stock.__mro__} - {nn.Module, object}
         bases = (stock, fastattn_class) if inherits else (fastattn_class, stock)
         _fused_classes[stock, fastattn_class] = type(stock)(stock.__name__, bases, namespace)
@@ -163,14 +163,14 @@ def _fused_class(stock: type, fastattn_class: type) -> type:
 
 
 def _stock_class(fused: type) -> type:
-    """The inverse of ``_fused_class``, even if the module was parametrized in between."""
+    """Return the inverse of ``_fused_class``, even if the module was parametrized in between."""
     if _is_parametrized_class(fused):
-        return _rebased(fused, _stock_class(fused.__bases__[0]))
+        return _rebase(fused, _stock_class(fused.__bases__[0]))
     if "_fastattn_classes" in fused.__dict__:
         stock: type = fused.__dict__["_fastattn_classes"][0]
         return stock
     # A module whose class other code has changed since then keeps that class.
-    return fused.__bases__[0] if fused in _OURS else fused
+    return fused.__bases__[0] if fused in _DERIVED else fused
 
 
 def _is_parametrized_class(cls: type) -> bool:
@@ -178,7 +178,7 @@ def _is_parametrized_class(cls: type) -> bool:
     return cls.__module__ == "torch.nn.utils.parametrize"
 
 
-def _rebased(cls: type, base: type) -> type:
+def _rebase(cls: type, base: type) -> type:
     """Copy a class of ``torch.nn.utils.parametrize``, with its properties, on another ``base``."""
     namespace = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
     return type(cls)(cls.__name__, (base,), namespace)
@@ -194,6 +194,6 @@ def _reduce_fused(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
 
 
 def _new_fused(stock: type, fastattn_class: type = MultiheadAttention) -> nn.Module:
-    """The object that unpickling fills."""
+    """Return an empty object, which unpickling fills."""
     cls = _fused_class(stock, fastattn_class)
     return object.__new__(cls)

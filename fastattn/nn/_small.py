@@ -20,9 +20,9 @@ def self_attention(
     key_padding_mask: Tensor | None,
     is_causal: bool,
 ) -> Tensor | None:
-    """Return the output for one 3-D tensor as query, key and value, or None: use the general path.
+    """Return the output for one 3-D tensor as query, key and value, or None for other calls.
 
-    Returns None unless the module has no optional features, there is no gradient, dropout or
+    A call is served if the module has no optional features, there is no gradient, dropout or
     tracer, all tensors are contiguous, on the CPU and of one dtype, and the size is small.
     """
     parameters = compat.parameters_of(module)
@@ -50,11 +50,11 @@ def self_attention(
         or x.dim() != 3
     ):
         return None
-    first, second, width = x.shape
+    dim0, dim1, width = x.shape  # batch and length, or length and batch
     heads = module.num_heads  # read once, checked, then divided by
     if type(heads) is not int or heads < 1 or width % heads or width != module.embed_dim:
         return None  # changed by the user: the general path raises PyTorch's error
-    rows = first * second
+    rows = dim0 * dim1
     work = 3 * rows * width * width
     if not 0 < work <= _work_limit(x.dtype) or (rows < _MIN_ROWS and work > _FEW_ROWS_WORK_LIMIT):
         return None
@@ -73,10 +73,10 @@ def self_attention(
 
 @functools.cache
 def _work_limit(dtype: torch.dtype) -> int:
-    """The most multiplications of the larger projection for this path.
+    """Return the most multiplications of the larger projection for the native call.
 
-    Above it another GEMM is faster (docs/performance.md): PyTorch's, or one that works on vectors
-    if there are fewer rows than vector lanes.
+    Above this limit another GEMM is faster (docs/performance.md): PyTorch's, or one that works on
+    vectors if there are fewer rows than vector lanes.
     """
     native = dispatch.load("cpu")
     return 0 if isinstance(native, str) else native.rule(dtype).small_up_to

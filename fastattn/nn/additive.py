@@ -95,8 +95,8 @@ class BahdanauAttention(nn.Module):
             need_weights: return them, [B, Tq, Tk] ([B, Tk] for one step).
         """
         check_dense("BahdanauAttention", query=query, memory=memory)
-        step = query.ndim == 2
-        query = self.query_layer(query.unsqueeze(1) if step else query)
+        is_step = query.ndim == 2
+        query = self.query_layer(query.unsqueeze(1) if is_step else query)
         keys = self.memory_layer(memory) if keys is None else keys
         v = self.v if self.g is None else self.g * self.v / torch.linalg.vector_norm(self.v)
         result = additive_attention(
@@ -111,7 +111,7 @@ class BahdanauAttention(nn.Module):
             need_weights=need_weights,
         )
         context, weights = result if need_weights else (result, None)
-        if step:
+        if is_step:
             context, weights = context[:, 0], None if weights is None else weights[:, 0]
         return context, weights
 

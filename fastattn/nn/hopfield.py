@@ -157,7 +157,7 @@ class Hopfield(nn.Module):
             factory=factory,
         )
         stored_size = input_size if stored_pattern_size is None else stored_pattern_size
-        read_size = input_size if pattern_projection_size is None else pattern_projection_size
+        projection_size = input_size if pattern_projection_size is None else pattern_projection_size
         norms = (
             (
                 "stored_pattern",
@@ -175,7 +175,7 @@ class Hopfield(nn.Module):
             ),
             (
                 "pattern_projection",
-                read_size,
+                projection_size,
                 normalize_pattern_projection,
                 normalize_pattern_projection_affine,
                 normalize_pattern_projection_eps,
@@ -211,8 +211,8 @@ class Hopfield(nn.Module):
             if module is not None:
                 module.reset_parameters()
 
-    def _patterns(self, input: _Input) -> tuple[Tensor, Tensor, Tensor]:
-        """Stored, state and projection, batch first and normalized."""
+    def _normalize_inputs(self, input: _Input) -> tuple[Tensor, Tensor, Tensor]:
+        """Check the inputs; return stored, state and projection, batch first and normalized."""
         if isinstance(input, Tensor):
             input = (input, input, input)
         if len(input) != 3:
@@ -239,9 +239,9 @@ class Hopfield(nn.Module):
     def _associate(
         self, input: _Input, padding: Tensor | None, mask: Tensor | None, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Retrieve with the module's limits: the result and the weights or None."""
+        """Retrieve with the module's limits; return the result, and the weights or None."""
         return self.association_core(
-            *self._patterns(input),
+            *self._normalize_inputs(input),
             padding,
             mask,
             self.scaling,
@@ -291,11 +291,11 @@ class Hopfield(nn.Module):
         """Return the projected values, [N, num_heads, S, pattern_size], without a gradient."""
         with torch.no_grad():
             core = self.association_core
-            _, k, v = core.project(*self._patterns(input))
-            return core._append(k, v)[1]
+            _, k, v = core.project(*self._normalize_inputs(input))
+            return core._append_rows(k, v)[1]
 
 
-class _Wrapper(nn.Module):
+class _LearnedInput(nn.Module):
     """A ``Hopfield`` with one learned input."""
 
     def __init__(self, quantity: int, options: dict[str, Any], *positional: Any) -> None:
@@ -303,17 +303,17 @@ class _Wrapper(nn.Module):
         self.hopfield, self.quantity = Hopfield(*positional, **options), quantity
 
     def __getattr__(self, name: str) -> Any:
-        """The attributes that hflayers has on the wrapper are the inner module's."""
-        if name in _SHOWN:
+        """Read attributes that hflayers has on this module from the inner one."""
+        if name in _INNER_ATTRIBUTES:
             return getattr(self.hopfield, name)
         return super().__getattr__(name)
 
-    def _learned(self, width: int, trainable: bool, options: dict[str, Any]) -> nn.Parameter:
-        """A learned input, [1, quantity, width] or [quantity, 1, width]."""
+    def _new_input(self, width: int, trainable: bool, options: dict[str, Any]) -> nn.Parameter:
+        """Return a learned input, [1, quantity, width] or [quantity, 1, width]."""
         leading = (1, self.quantity) if self.hopfield.batch_first else (self.quantity, 1)
         factory = {"device": options.get("device"), "dtype": options.get("dtype")}
-        learned = torch.empty(*leading, width, **factory)
-        return nn.Parameter(nn.init.normal_(learned, std=0.02), requires_grad=trainable)
+        parameter = torch.empty(*leading, width, **factory)
+        return nn.Parameter(nn.init.normal_(parameter, std=0.02), requires_grad=trainable)
 
     def reset_parameters(self) -> None:
         """Draw all parameters again."""
@@ -321,8 +321,8 @@ class _Wrapper(nn.Module):
         for learned in self.parameters(recurse=False):
             nn.init.normal_(learned, std=0.02)
 
-    def _inputs(self, input: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """The inputs of the inner module: (stored, state, projection)."""
+    def _complete_inputs(self, input: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the inputs of the inner module, (stored, state, projection), from the caller's."""
         raise NotImplementedError
 
     def get_association_matrix(
@@ -333,7 +333,7 @@ class _Wrapper(nn.Module):
     ) -> Tensor | None:
         """Return the associations [N, num_heads, L, S], without a gradient."""
         masks = (stored_pattern_padding_mask, association_mask)
-        return self.hopfield.get_association_matrix(self._inputs(input), *masks)
+        return self.hopfield.get_association_matrix(self._complete_inputs(input), *masks)
 
     def get_projected_pattern_matrix(
         self,
@@ -342,16 +342,16 @@ class _Wrapper(nn.Module):
         association_mask: Tensor | None = None,
     ) -> Tensor:
         """Return the projected values, [N, num_heads, S, pattern_size], without a gradient."""
-        return self.hopfield.get_projected_pattern_matrix(self._inputs(input))
+        return self.hopfield.get_projected_pattern_matrix(self._complete_inputs(input))
 
 
-_SHOWN = frozenset(
+_INNER_ATTRIBUTES = frozenset(
     "batch_first scaling stored_pattern_dim state_pattern_dim pattern_projection_dim input_size "
     "hidden_size output_size pattern_size update_steps_max update_steps_eps".split()
 )
 
 
-class HopfieldPooling(_Wrapper):
+class HopfieldPooling(_LearnedInput):
     """Pool a bag of patterns by learned states: :class:`Hopfield` with ``quantity`` states.
 
     Args:
@@ -379,17 +379,17 @@ class HopfieldPooling(_Wrapper):
         trainable: bool = True,
         **options: Any,
     ) -> None:
-        options, quantity, trainable = _named(positional, options, quantity, trainable)
+        options, quantity, trainable = _name_arguments(positional, options, quantity, trainable)
         sizes = input_size, hidden_size, output_size, pattern_size, num_heads
         limits = scaling, update_steps_max, update_steps_eps
         super().__init__(quantity, options, *sizes, *limits)
         core = self.hopfield.association_core
         width = core.head_dim if core.query_as_static else core.embed_dim
         width = input_size if width is None else width
-        self.pooling_weights = self._learned(width, trainable, options)
+        self.pooling_weights = self._new_input(width, trainable, options)
 
-    def _inputs(self, input: _Input) -> tuple[Tensor, Tensor, Tensor]:
-        """The learned states are the state patterns."""
+    def _complete_inputs(self, input: _Input) -> tuple[Tensor, Tensor, Tensor]:
+        """Add the learned states, as the state patterns."""
         stored, value = (input, input) if isinstance(input, Tensor) else input
         batch = stored.shape[0 if self.batch_first else 1]
         sizes = (batch, -1, -1) if self.batch_first else (-1, batch, -1)
@@ -403,11 +403,11 @@ class HopfieldPooling(_Wrapper):
     ) -> Tensor:
         """Return [N, quantity * output_size] for patterns [N, S, E], or (stored, projection)."""
         masks = (stored_pattern_padding_mask, association_mask)
-        out = self.hopfield(self._inputs(input), *masks)
+        out = self.hopfield(self._complete_inputs(input), *masks)
         return (out if self.batch_first else out.transpose(0, 1)).flatten(1)
 
 
-class HopfieldLayer(_Wrapper):
+class HopfieldLayer(_LearnedInput):
     """Look up learned patterns: :class:`Hopfield` with ``quantity`` learned stored patterns.
 
     Args:
@@ -440,22 +440,22 @@ class HopfieldLayer(_Wrapper):
         trainable: bool = True,
         **options: Any,
     ) -> None:
-        options, quantity, trainable = _named(positional, options, quantity, trainable)
+        options, quantity, trainable = _name_arguments(positional, options, quantity, trainable)
         sizes = input_size, hidden_size, output_size, pattern_size, num_heads
         limits = scaling, update_steps_max, update_steps_eps
         super().__init__(quantity, options, *sizes, *limits)
         core = self.hopfield.association_core
         width = core.head_dim if core.key_as_static else core.kdim
         width = input_size if width is None else width
-        self.lookup_weights = self._learned(width, trainable, options)
+        self.lookup_weights = self._new_input(width, trainable, options)
         self.target_weights = None
         if lookup_weights_as_separated:
             value_width = options.get("pattern_projection_size")
             value_width = width if value_width is None else value_width
-            self.target_weights = self._learned(value_width, lookup_targets_as_trainable, options)
+            self.target_weights = self._new_input(value_width, lookup_targets_as_trainable, options)
 
-    def _inputs(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The learned patterns are stored; the input holds the states."""
+    def _complete_inputs(self, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Add the learned patterns, which are stored; the input holds the states."""
         stored = self.lookup_weights  # shared by the batch, so it is projected once
         return stored, input, stored if self.target_weights is None else self.target_weights
 
@@ -467,11 +467,11 @@ class HopfieldLayer(_Wrapper):
     ) -> Tensor:
         """Return [N, L, output_size] for states [N, L, E]."""
         masks = (stored_pattern_padding_mask, association_mask)
-        return self.hopfield(self._inputs(input), *masks)
+        return self.hopfield(self._complete_inputs(input), *masks)
 
 
 # The arguments that hflayers takes by position after the arguments named above.
-_FURTHER = tuple(
+_POSITIONAL_NAMES = tuple(
     "normalize_stored_pattern normalize_stored_pattern_affine normalize_state_pattern "
     "normalize_state_pattern_affine normalize_pattern_projection "
     "normalize_pattern_projection_affine normalize_hopfield_space normalize_hopfield_space_affine "
@@ -482,16 +482,16 @@ _FURTHER = tuple(
 )
 
 
-def _named(
-    positional: tuple[Any, ...], options: dict[str, Any], quantity: int, learn: bool
+def _name_arguments(
+    positional: tuple[Any, ...], options: dict[str, Any], quantity: int, trainable: bool
 ) -> tuple[dict[str, Any], int, bool]:
-    """Name the arguments that hflayers takes by position."""
-    if len(positional) > len(_FURTHER):
-        raise TypeError(f"{len(positional) - len(_FURTHER)} too many positional arguments")
-    by_name = dict(zip(_FURTHER, positional))  # noqa: B905  (see checks.expands_to)
+    """Add the arguments that hflayers takes by position to ``options``, by their names."""
+    if len(positional) > len(_POSITIONAL_NAMES):
+        raise TypeError(f"{len(positional) - len(_POSITIONAL_NAMES)} too many positional arguments")
+    by_name = dict(zip(_POSITIONAL_NAMES, positional))  # noqa: B905  (see checks.expands_to)
     duplicates = by_name.keys() & options.keys()
     if duplicates:
         raise TypeError(f"got multiple values for argument {sorted(duplicates)[0]!r}")
-    quantity, learn = by_name.pop("quantity", quantity), by_name.pop("trainable", learn)
+    quantity, trainable = by_name.pop("quantity", quantity), by_name.pop("trainable", trainable)
     check_sizes(quantity=quantity)
-    return by_name | options, quantity, learn
+    return by_name | options, quantity, trainable

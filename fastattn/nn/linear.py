@@ -23,11 +23,11 @@ class Linear(nn.Linear):
         """y = x Wᵀ + b, [..., K] -> [..., N]."""
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             return F.linear(input, self.weight, self.bias)
-        return linear_of(self, input, self.weight)
+        return apply_linear(self, input, self.weight)
 
 
-def linear_of(module: Linear | TransposedLinear, input: Tensor, weight: Tensor) -> Tensor:
-    """The layer, by the packed copy of its weight if it has one that serves."""
+def apply_linear(module: Linear | TransposedLinear, input: Tensor, weight: Tensor) -> Tensor:
+    """Apply the layer, by the packed copy of its weight if that is up to date."""
     packed = module.__dict__.get(PACKED)
     if packed is not None and not torch.compiler.is_compiling() and packed.serves(module.weight):
         y: Tensor | None = packed.linear(input, weight, module.bias)
@@ -44,31 +44,31 @@ class TransposedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """y = x W + b, [..., K] -> [..., N]."""
-        return linear_of(self, x, self.weight.t())
+        return apply_linear(self, x, self.weight.t())
 
 
 def pack_weights(model: nn.Module) -> dict[str, int]:
-    """Keep a packed copy beside each weight of our linear layers that tiles multiply.
+    """Keep a packed copy of each weight of fastattn's linear layers that AMX tiles multiply.
 
     Returns:
         The bytes of each copy, by the name of its module; 0 where memory did not suffice.
     """
-    packed = {}
+    sizes = {}
     for name, module in model.named_modules():
         if not isinstance(module, (Linear, TransposedLinear)) or not _may_pack(module.weight):
             continue
         weight = module.weight
         matrix = weight.t() if isinstance(module, TransposedLinear) else weight
-        known = module.__dict__.get(PACKED)
+        packed = module.__dict__.get(PACKED)
         try:
-            if known is None or not known.serves(weight):
-                known = module.__dict__[PACKED] = PackedWeight(weight, matrix)
+            if packed is None or not packed.serves(weight):
+                packed = module.__dict__[PACKED] = PackedWeight(weight, matrix)
         except (MemoryError, RuntimeError):
-            packed[name] = 0
+            sizes[name] = 0
             continue
-        if known.rows is not None:
-            packed[name] = known.rows.nbytes
-    return packed
+        if packed.rows is not None:
+            sizes[name] = packed.rows.nbytes
+    return sizes
 
 
 def unpack_weights(model: nn.Module) -> None:
@@ -80,8 +80,9 @@ def unpack_weights(model: nn.Module) -> None:
 
 
 def _may_pack(weight: Any) -> bool:
-    plain = type(weight) in (Tensor, nn.Parameter) and weight.is_cpu and not weight.is_inference()
-    return plain and weight.dtype in (torch.float32, torch.float16) and weight.numel() >= 2**14
+    """Whether a weight is a plain tensor on the CPU, in a dtype and of a size worth packing."""
+    regular = type(weight) in (Tensor, nn.Parameter) and weight.is_cpu and not weight.is_inference()
+    return regular and weight.dtype in (torch.float32, torch.float16) and weight.numel() >= 2**14
 
 
 class PatchEmbedding(nn.Conv2d):
@@ -102,7 +103,7 @@ class PatchEmbedding(nn.Conv2d):
             return super().forward(input)
         p, q = self.kernel_size
         h, w = input.shape[2] // p, input.shape[3] // q
-        if h == 0 or w == 0 or input.shape[1] != self.in_channels or not is_of_patches(self):
+        if h == 0 or w == 0 or input.shape[1] != self.in_channels or not maps_patches(self):
             return super().forward(input)  # an error, or the attributes were changed
         patches = input[:, :, : h * p, : w * q].unflatten(3, (w, q)).unflatten(2, (h, p))
         patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3)  # [B, h, w, C·p·q]
@@ -110,7 +111,7 @@ class PatchEmbedding(nn.Conv2d):
         return y.permute(0, 3, 1, 2).contiguous()
 
 
-def is_of_patches(module: nn.Conv2d) -> bool:
+def maps_patches(module: nn.Conv2d) -> bool:
     """Whether a convolution maps non-overlapping patches independently."""
     return (
         module.stride == module.kernel_size

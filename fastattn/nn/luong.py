@@ -103,8 +103,8 @@ class LuongAttention(nn.Module):
             need_weights: return them, [B, Tq, Tk] ([B, Tk] for one step).
         """
         check_dense("LuongAttention", query=query, key=key)
-        step = query.ndim == 2
-        query = query.unsqueeze(1) if step else query
+        is_step = query.ndim == 2
+        query = query.unsqueeze(1) if is_step else query
         weight: Any = (self.weight, self.v) if self.method == "concat" else self.weight
         positions = None
         if self.window == "local-p":
@@ -127,7 +127,7 @@ class LuongAttention(nn.Module):
             need_weights=need_weights,
         )
         context, weights = result if need_weights else (result, None)
-        if step:
+        if is_step:
             context, weights = context[:, 0], None if weights is None else weights[:, 0]
         return context, weights
 
@@ -202,8 +202,8 @@ class GlobalAttention(nn.Module):
             [B, Tq, dim] and [B, Tq, Tk]; for one step [B, dim] and [B, Tk].
         """
         check_dense("GlobalAttention", source=source, memory_bank=memory_bank)
-        step = source.ndim == 2
-        source = source.unsqueeze(1) if step else source
+        is_step = source.ndim == 2
+        source = source.unsqueeze(1) if is_step else source
         if coverage is not None:
             if not self.coverage:
                 raise ValueError("coverage needs GlobalAttention(..., coverage=True)")
@@ -215,7 +215,7 @@ class GlobalAttention(nn.Module):
         context, weights = self._attend(source, memory_bank, padding)
         out = self.linear_out(torch.cat([context, source], -1))
         out = out if self.attn_type == "mlp" else torch.tanh(out)
-        return (out[:, 0], weights[:, 0]) if step else (out, weights)
+        return (out[:, 0], weights[:, 0]) if is_step else (out, weights)
 
     def _attend(
         self, source: Tensor, memory: Tensor, padding: Tensor | None

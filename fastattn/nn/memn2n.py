@@ -109,16 +109,16 @@ class MemN2N(nn.Module):
         self.random_noise, self.init_std, self.sparse = random_noise, init_std, sparse
         self.linear_start = False
 
-        def parameter(*shape: int) -> nn.Parameter:
+        def make_parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
         layerwise = weight_tying == "layerwise"
         tables = 2 if layerwise else hops + 1
-        self.embedding = parameter(tables, vocab_size, dim)
-        self.temporal = parameter(tables, memory_size, dim) if temporal else None
-        self.question = parameter(vocab_size, dim) if layerwise else None
-        self.answer = parameter(vocab_size, dim) if layerwise else None
-        self.hop_proj = parameter(dim, dim) if layerwise else None
+        self.embedding = make_parameter(tables, vocab_size, dim)
+        self.temporal = make_parameter(tables, memory_size, dim) if temporal else None
+        self.question = make_parameter(vocab_size, dim) if layerwise else None
+        self.answer = make_parameter(vocab_size, dim) if layerwise else None
+        self.hop_proj = make_parameter(dim, dim) if layerwise else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -149,7 +149,7 @@ class MemN2N(nn.Module):
     def _read(
         self, stories: Tensor, questions: Tensor, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return u_{K+1} [B, D] and, if requested, the weights [B, K, N]."""
+        """Read the stories by the questions; return u_{K+1} [B, D] and the weights [B, K, N]."""
         slots = stories.shape[1]
         # [B, K + 1, N, D], layerwise [B, 2, N, D]
         memory = encode_memory(
@@ -234,18 +234,18 @@ def insert_empty_memories(
     def uniform(*shape: int) -> Tensor:
         return torch.rand(shape, generator=generator, device=device)
 
-    filled = (stories != padding_idx).any(-1)  # [B, N]
-    length = filled.sum(1, keepdim=True)
-    at_most = torch.ceil(fraction * length)
-    empty = (uniform(batch, 1) * (at_most + 1)).floor().clamp(max=at_most)
-    # Each place draws a number; the sentences take the places with the smallest draws, in order.
+    is_sentence = (stories != padding_idx).any(-1)  # [B, N]
+    length = is_sentence.sum(1, keepdim=True)
+    max_empty = torch.ceil(fraction * length)
+    empty_count = (uniform(batch, 1) * (max_empty + 1)).floor().clamp(max=max_empty)
+    # Each time step draws a number; the sentences take the steps with the smallest ones, in order.
     draws = uniform(batch, steps)
-    draws = draws.masked_fill(torch.arange(steps, device=device) >= length + empty, 2.0)
-    place = torch.arange(slots, device=device).expand(batch, slots)
-    occupied = torch.zeros_like(draws, dtype=torch.bool)
-    occupied.scatter_(1, draws.argsort(1)[:, :slots], place < length)  # [B, steps]
+    draws = draws.masked_fill(torch.arange(steps, device=device) >= length + empty_count, 2.0)
+    slot = torch.arange(slots, device=device).expand(batch, slots)
+    is_occupied = torch.zeros_like(draws, dtype=torch.bool)
+    is_occupied.scatter_(1, draws.argsort(1)[:, :slots], slot < length)  # [B, steps]
     out = stories.new_full((batch, max(steps, limit), words), padding_idx)
-    out[:, :steps][occupied] = stories[filled]
+    out[:, :steps][is_occupied] = stories[is_sentence]
     return out[:, :limit]
 
 

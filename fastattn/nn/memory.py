@@ -77,14 +77,14 @@ class KeyValueMemory(nn.Module):
         count = key.shape[1]
         if count > self.slots:
             key, value = key[:, -self.slots :], value[:, -self.slots :]
-        last = self.written + count
-        slots = (last - key.shape[1] + torch.arange(key.shape[1], device=key.device)) % self.slots
+        total = self.written + count
+        slots = (total - key.shape[1] + torch.arange(key.shape[1], device=key.device)) % self.slots
         self.keys, self.values = (
             self.keys.index_copy(1, slots, key),
             self.values.index_copy(1, slots, value),
         )
         self.used = self.used.index_fill(1, slots, True)
-        self.written = last
+        self.written = total
 
     def overwrite(self, key: Tensor, value: Tensor, slot: Tensor | None = None) -> Tensor:
         """Write one row [batch_size, ...] into a slot, and return its index, int64 [batch_size].

@@ -18,7 +18,7 @@ from fastattn.masks import Mask
 from fastattn.nn._cache import KeyValueCache
 from fastattn.nn._context import ContextParallel, unsupported
 from fastattn.nn._head_network import HeadNetwork
-from fastattn.nn._leaf import is_symbolic, leaf
+from fastattn.nn._leaf import call_as_leaf, is_symbolic
 from fastattn.nn._masks import append_rows, check_mask_dtypes, is_causal_mask, merge_masks
 from fastattn.nn._nested import nested_attention
 from fastattn.nn._projections import project, project_out, project_query
@@ -167,7 +167,7 @@ class MultiheadAttention(_Stock, ContextParallel):
         """
         if is_symbolic(query):
             flags = (need_weights, attn_mask, average_attn_weights, is_causal)
-            return leaf(self, query, key, value, key_padding_mask, *flags, mask=mask)
+            return call_as_leaf(self, query, key, value, key_padding_mask, *flags, mask=mask)
         if self._watch is not None:
             flags = (need_weights, attn_mask, average_attn_weights, is_causal)
             implementation = MultiheadAttention.forward
@@ -183,7 +183,7 @@ class MultiheadAttention(_Stock, ContextParallel):
         network, relative_bias = children.get("head_network"), children.get("relative_bias")
         has_no_option = network is None and relative_bias is None and self._context is None
         if self._context is not None:
-            self._check_call(query, need_weights)
+            self._check_context_call(query, need_weights)
         if query.is_nested or key.is_nested or value.is_nested:
             if network is not None or (relative_bias is not None and not is_jagged(query)):
                 raise AssertionError(
@@ -211,8 +211,8 @@ class MultiheadAttention(_Stock, ContextParallel):
                 if result is not None:
                     return result, None
         masks = (key_padding_mask, attn_mask)
-        given = Options(*masks, mask, is_causal, need_weights, average_attn_weights)
-        return self._general(query, key, value, given, batched)
+        record = Options(*masks, mask, is_causal, need_weights, average_attn_weights)
+        return self._forward_general(query, key, value, record, batched)
 
     def __prepare_scriptable__(self) -> None:
         """Called by ``torch.jit.script``."""
@@ -221,7 +221,7 @@ class MultiheadAttention(_Stock, ContextParallel):
             "fastattn.restore_mha(model) first, or use torch.compile or torch.export"
         )
 
-    def _general(
+    def _forward_general(
         self,
         query: Tensor,
         key: Tensor,
@@ -230,7 +230,7 @@ class MultiheadAttention(_Stock, ContextParallel):
         batched: bool,
         cache: KeyValueCache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Input projections, attention and output projection, for tensors of any size.
+        """Run the projections and attention, for tensors of any size and all options.
 
         With a cache, ``key`` and ``value`` follow the cached positions (self-attention), or are the
         memory from which the cached keys and values were computed (cross-attention). Causal queries
@@ -246,10 +246,10 @@ class MultiheadAttention(_Stock, ContextParallel):
             q, k, v = project(self, query, key, value, batch_dim)
         elif key is query:
             q, k, v = project(self, query, key, value, batch_dim)
-            k, v = cache.extended(k, v)
+            k, v = cache.append(k, v)
         else:
             q = project_query(self, query, batch_dim)
-            k, v = cache.kept(lambda: project(self, query, key, value, batch_dim)[1:])
+            k, v = cache.get_or_compute(lambda: project(self, query, key, value, batch_dim)[1:])
         alignment = "upper_left" if cache is None else "bottom_right"
         out, weights = self._attend(q, k, v, options, alignment)
         network = compat.children_of(self).get("head_network")  # from `nonlinear_heads`
@@ -269,7 +269,7 @@ class MultiheadAttention(_Stock, ContextParallel):
         options: Options,
         causal_alignment: str,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention between the projections: out [N, H, L, D], weights [N, (H,) L, S'] or None."""
+        """Attend between the projections: out [N, H, L, D], weights [N, (H,) L, S'] or None."""
         key_padding_mask, attn_mask, block_mask, is_causal, need_weights, average = options
         dropout_p = self.dropout if self.training else 0.0
         if need_weights and dropout_p > 1:  # without weights, attention raises PyTorch's error
@@ -277,22 +277,22 @@ class MultiheadAttention(_Stock, ContextParallel):
         if self._context is not None:
             masks = (key_padding_mask, attn_mask, is_causal, dropout_p, block_mask)
             return self._context.attend(q, k, v, *masks), None
-        source = k.shape[2]
-        k, v = self._append(k, v)
-        appended = k.shape[2] - source
-        causal = is_causal and attn_mask is None
+        k_len = k.shape[2]
+        k, v = self._append_rows(k, v)
+        appended = k.shape[2] - k_len
+        uses_causal = is_causal and attn_mask is None
         if is_causal and attn_mask is not None:
             # PyTorch would read the mask here; the hint can be used if the mask is really causal.
             # (A mask never hides appended keys, but a causal hint would.)
-            trusted = key_padding_mask is None and not need_weights
-            causal = trusted or (appended == 0 and is_causal_mask(attn_mask))
+            trusts_hint = key_padding_mask is None and not need_weights
+            uses_causal = trusts_hint or (appended == 0 and is_causal_mask(attn_mask))
         mask = merge_masks(
             key_padding_mask,
-            None if causal else attn_mask,
+            None if uses_causal else attn_mask,
             batch=q.shape[0],
             num_heads=q.shape[1],
-            length=q.shape[2],
-            source=source,
+            q_len=q.shape[2],
+            k_len=k_len,
             appended=appended,
         )
         relative_bias = compat.children_of(self).get("relative_bias")
@@ -302,7 +302,7 @@ class MultiheadAttention(_Stock, ContextParallel):
             v,
             attn_mask=mask,
             dropout_p=dropout_p,
-            window=(-1, 0) if causal else None,  # as is_causal, but allows a mask
+            window=(-1, 0) if uses_causal else None,  # as is_causal, but allows a mask
             relative_bias=None if relative_bias is None else relative_bias(),
             mask=block_mask,
             causal_alignment=causal_alignment,
@@ -313,13 +313,13 @@ class MultiheadAttention(_Stock, ContextParallel):
 
     def _check_context(self) -> None:
         """Raise if an option of the module does not work on shards."""
-        named = {"add_bias_kv": self.bias_k is not None, "add_zero_attn": self.add_zero_attn}
-        named["relative_bias"] = "relative_bias" in compat.children_of(self)
-        for name, enabled in named.items():
+        options = {"add_bias_kv": self.bias_k is not None, "add_zero_attn": self.add_zero_attn}
+        options["relative_bias"] = "relative_bias" in compat.children_of(self)
+        for name, enabled in options.items():
             if enabled:
                 raise unsupported(name)
 
-    def _check_call(self, query: Tensor, need_weights: bool, cache: Any = None) -> None:
+    def _check_context_call(self, query: Tensor, need_weights: bool, cache: Any = None) -> None:
         """Raise if a call is not supported under ``context_parallel``."""
         for feature, used in (
             ("need_weights=True", need_weights),
@@ -335,12 +335,12 @@ class MultiheadAttention(_Stock, ContextParallel):
             raise AssertionError(
                 f"was expecting embedding dimension of {self.embed_dim}, but got {query.shape[-1]}"
             )
-        joint = self._qkv_same_embed_dim
-        compared = 3 if joint else 2  # the widths may differ
-        if key.shape[:compared] != value.shape[:compared]:
+        is_joint = self._qkv_same_embed_dim
+        shared_dims = 3 if is_joint else 2  # of separate projections, the widths may differ
+        if key.shape[:shared_dims] != value.shape[:shared_dims]:
             # PyTorch's messages assume [S, N, E]
             k, v = (x.shape if batch_dim == 1 else x.transpose(0, 1).shape for x in (key, value))
-            if joint:
+            if is_joint:
                 raise AssertionError(f"key shape {k} does not match value shape {v}")
             raise AssertionError(
                 f"key's sequence and batch dims {k[:2]} do not match value's {v[:2]}"
@@ -351,7 +351,7 @@ class MultiheadAttention(_Stock, ContextParallel):
                 f"{query.shape[batch_dim]}; they must be equal"
             )
 
-    def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _append_rows(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append the rows of ``add_bias_kv`` (learned) and ``add_zero_attn`` to [N, H, S, D]."""
         if (self.bias_k is None) != (self.bias_v is None):
             names = ("bias_k", "bias_v") if self.bias_v is None else ("bias_v", "bias_k")

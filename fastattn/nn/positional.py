@@ -165,15 +165,15 @@ class LearnedPositionalEncoding(_PositionalEncoding):
 
     def _encode(self, x: Tensor, offset: int | Tensor, positions: Tensor | None) -> Tensor:
         """x * scale + weight[position], batch first."""
-        first, positions = locate(x, offset, positions)
+        first_position, positions = locate(x, offset, positions)
         if positions is None:
-            end = first + x.shape[-2]
-            if first < 0 or end > self.num_embeddings:
+            end = first_position + x.shape[-2]
+            if first_position < 0 or end > self.num_embeddings:
                 raise IndexError(
-                    f"positions {first} to {end - 1} are needed, but num_embeddings is "
+                    f"positions {first_position} to {end - 1} are needed, but num_embeddings is "
                     f"{self.num_embeddings}"
                 )
-            positions = torch.arange(first, end, device=x.device)
+            positions = torch.arange(first_position, end, device=x.device)
         try:
             encoding = F.embedding(positions, self.weight, self.padding_idx)
         except IndexError as error:

@@ -15,7 +15,7 @@ from fastattn.checks import check_dense
 from fastattn.compat import is_eager_on_cpu
 from fastattn.nn._cache import DecoderCache
 from fastattn.nn._context import ContextParallel, unsupported
-from fastattn.nn._leaf import is_symbolic, leaf
+from fastattn.nn._leaf import call_as_leaf, is_symbolic
 from fastattn.nn._sizes import check_integers
 from fastattn.nn.positional import SinusoidalPositionalEncoding
 from fastattn.nn.transformer import (
@@ -83,22 +83,22 @@ class Transformer(nn.Transformer, ContextParallel):
         tie_embeddings: bool = True,
         padding_idx: int = 0,
     ) -> None:
-        sizes = None if vocab_size is None else _sizes(vocab_size, padding_idx)
+        sizes = None if vocab_size is None else _check_vocab_sizes(vocab_size, padding_idx)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         options = (d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps)
         flags = (batch_first, norm_first, bias)
 
-        def norm() -> nn.LayerNorm:
+        def make_norm() -> nn.LayerNorm:
             return nn.LayerNorm(d_model, eps=layer_norm_eps, bias=bias, **factory)
 
         if custom_encoder is None:
             with warnings.catch_warnings():  # PyTorch warns about layers that cannot skip padding
                 warnings.filterwarnings("ignore", "enable_nested_tensor is True")
                 encoder_layer = TransformerEncoderLayer(*options, *flags, **factory)
-                custom_encoder = TransformerEncoder(encoder_layer, num_encoder_layers, norm())
+                custom_encoder = TransformerEncoder(encoder_layer, num_encoder_layers, make_norm())
         if custom_decoder is None:
             decoder_layer = TransformerDecoderLayer(*options, *flags, **factory)
-            custom_decoder = TransformerDecoder(decoder_layer, num_decoder_layers, norm())
+            custom_decoder = TransformerDecoder(decoder_layer, num_decoder_layers, make_norm())
         super().__init__(
             d_model,
             nhead,
@@ -169,12 +169,12 @@ class Transformer(nn.Transformer, ContextParallel):
         padding = (src_key_padding_mask, tgt_key_padding_mask, memory_key_padding_mask)
         flags = (src_is_causal, tgt_is_causal, memory_is_causal)
         if is_symbolic(src):
-            return leaf(self, src, tgt, *masks, *padding, *flags)
+            return call_as_leaf(self, src, tgt, *masks, *padding, *flags)
         if self.tgt_embedding is None:
             return super().forward(src, tgt, *masks, *padding, *flags)
         check_dense("Transformer", src=src, tgt=tgt)
-        batch = 0 if self.batch_first else 1
-        if src.ndim == tgt.ndim == 2 and src.shape[batch] != tgt.shape[batch]:
+        batch_dim = 0 if self.batch_first else 1
+        if src.ndim == tgt.ndim == 2 and src.shape[batch_dim] != tgt.shape[batch_dim]:
             raise RuntimeError("the batch number of src and tgt must be equal")
         if src_key_padding_mask is None:
             src_key_padding_mask = self.padding_of(src)
@@ -196,7 +196,7 @@ class Transformer(nn.Transformer, ContextParallel):
             if src_key_padding_mask is None:
                 src_key_padding_mask = self.padding_of(src)
             if src_key_padding_mask.numel() == src.numel():  # a wrong size raises later
-                src_key_padding_mask = _if_any(src_key_padding_mask)
+                src_key_padding_mask = _drop_empty_mask(src_key_padding_mask)
             src = self._embed("src", src, self.src_embedding, 0)
         return self.encoder(src, src_mask, src_key_padding_mask, src_is_causal)
 
@@ -221,7 +221,7 @@ class Transformer(nn.Transformer, ContextParallel):
         """
         if self.tgt_embedding is not None:
             if tgt_key_padding_mask is None:
-                tgt_key_padding_mask = _if_any(self._padding_so_far(tgt, cache))
+                tgt_key_padding_mask = _drop_empty_mask(self._extend_padding(tgt, cache))
             if tgt_is_causal is None and tgt_mask is None:
                 tgt_is_causal = True
             offset = 0 if cache is None else cache.length
@@ -268,35 +268,35 @@ class Transformer(nn.Transformer, ContextParallel):
         for name, value in (("max_length", max_length), ("beams", beams)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        rows, steps = (0, 1) if self.batch_first else (1, 0)
+        batch_dim, time_dim = (0, 1) if self.batch_first else (1, 0)
         padding = self.padding_of(src).repeat_interleave(beams, 0)
-        memory = self.encode(src).repeat_interleave(beams, rows)
-        count = src.shape[rows]  # N; below, beam b of sequence n is row n·beams + b
-        first = torch.arange(count, device=src.device)[:, None] * beams
-        scores = memory.new_full((count, beams), -math.inf, dtype=torch.float32)
+        memory = self.encode(src).repeat_interleave(beams, batch_dim)
+        batch = src.shape[batch_dim]  # N; below, beam b of sequence n is row n·beams + b
+        first_beam = torch.arange(batch, device=src.device)[:, None] * beams
+        scores = memory.new_full((batch, beams), -math.inf, dtype=torch.float32)
         scores[:, 0] = 0.0  # all beams are equal at first, so only one counts
-        tokens = src.new_full((count * beams, 1), bos_idx)
-        done = torch.zeros(count * beams, dtype=torch.bool, device=src.device)
+        tokens = src.new_full((batch * beams, 1), bos_idx)
+        is_done = torch.zeros(batch * beams, dtype=torch.bool, device=src.device)
         cache = self.decoder.new_cache()
         for _ in range(max_length):
-            last = tokens[:, -1:] if self.batch_first else tokens[:, -1:].T
-            logits = self.decode(last, memory, memory_key_padding_mask=padding, cache=cache)
-            log_p = logits.select(steps, 0).float().log_softmax(-1)  # [N·beams, V]
-            log_p[done] = -math.inf
-            log_p[done, self.padding_idx] = 0.0  # an ended beam continues with padding, score 0
-            scores, best = (
-                (scores.flatten()[:, None] + log_p).view(count, beams * log_p.shape[1]).topk(beams)
+            last_tokens = tokens[:, -1:] if self.batch_first else tokens[:, -1:].T
+            logits = self.decode(last_tokens, memory, memory_key_padding_mask=padding, cache=cache)
+            log_p = logits.select(time_dim, 0).float().log_softmax(-1)  # [N·beams, V]
+            log_p[is_done] = -math.inf
+            log_p[is_done, self.padding_idx] = 0.0  # an ended beam continues with padding, score 0
+            scores, top = (
+                (scores.flatten()[:, None] + log_p).view(batch, beams * log_p.shape[1]).topk(beams)
             )
-            parents = (first + best // log_p.shape[1]).flatten()
-            words = (best % log_p.shape[1]).flatten()
-            tokens = torch.cat((tokens[parents], words[:, None].to(tokens.dtype)), 1)
-            done = done[parents] | (words == eos_idx)
-            cache.select(parents)
-            if done.all():
+            parent_rows = (first_beam + top // log_p.shape[1]).flatten()
+            next_tokens = (top % log_p.shape[1]).flatten()
+            tokens = torch.cat((tokens[parent_rows], next_tokens[:, None].to(tokens.dtype)), 1)
+            is_done = is_done[parent_rows] | (next_tokens == eos_idx)
+            cache.select(parent_rows)
+            if is_done.all():
                 break
-        generated = tokens[:, 1:].view(count, beams, tokens.shape[1] - 1)
+        generated = tokens[:, 1:].view(batch, beams, tokens.shape[1] - 1)
         lengths = (generated != self.padding_idx).sum(-1).clamp(min=1)
-        chosen = generated[torch.arange(count), (scores / lengths).argmax(1)]
+        chosen = generated[torch.arange(batch), (scores / lengths).argmax(1)]
         return chosen if self.batch_first else chosen.T
 
     def _embed(self, name: str, tokens: Tensor, embedding: nn.Embedding, offset: int) -> Tensor:
@@ -316,8 +316,8 @@ class Transformer(nn.Transformer, ContextParallel):
             ) from error
         return self.positional(vectors, offset=offset)
 
-    def _padding_so_far(self, tgt: Tensor, cache: DecoderCache | None) -> Tensor:
-        """The padding of cached and new targets, [N, positions so far]."""
+    def _extend_padding(self, tgt: Tensor, cache: DecoderCache | None) -> Tensor:
+        """Return the padding of cached and new targets, [N, positions so far], and cache it."""
         padding = self.padding_of(tgt)
         if cache is None:
             return padding
@@ -327,13 +327,13 @@ class Transformer(nn.Transformer, ContextParallel):
         return padding
 
 
-def _if_any(padding: Tensor) -> Tensor | None:
-    """Return None if the mask hides nothing and its values can be read."""
+def _drop_empty_mask(padding: Tensor) -> Tensor | None:
+    """Return the mask, or None if its values can be read and it hides nothing."""
     return None if is_eager_on_cpu(padding) and not padding.any() else padding
 
 
-def _sizes(vocab_size: Any, padding_idx: int) -> tuple[int, int]:
-    """The sizes of the two vocabularies, checked."""
+def _check_vocab_sizes(vocab_size: Any, padding_idx: int) -> tuple[int, int]:
+    """Check ``vocab_size``, and return the sizes of the two vocabularies."""
     sizes = vocab_size if isinstance(vocab_size, tuple) else (vocab_size, vocab_size)
     if len(sizes) != 2 or any(isinstance(n, bool) or not isinstance(n, int) for n in sizes):
         raise TypeError(f"vocab_size must be an integer or a pair of them, got {vocab_size!r}")

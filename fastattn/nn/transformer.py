@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from fastattn import compat
 from fastattn.compat import runs_eagerly
 from fastattn.nn._cache import DecoderCache, KeyValueCache
-from fastattn.nn._causal import into_layer_attention
+from fastattn.nn._causal import convert_to_layer_attention
 from fastattn.nn._context import ContextParallel
 from fastattn.nn._encoder_layer import FusedEncoder, FusedEncoderLayer
-from fastattn.nn._leaf import is_symbolic, leaf
+from fastattn.nn._leaf import call_as_leaf, is_symbolic
 from fastattn.nn._replacement import replace_linear, replace_mha
 
 
@@ -21,18 +21,18 @@ class TransformerEncoderLayer(FusedEncoderLayer, nn.TransformerEncoderLayer, Con
     """``torch.nn.TransformerEncoderLayer`` on fused attention.
 
     Constructor, ``forward``, parameters and initial values are PyTorch's. ``is_causal=True`` needs
-    no ``src_mask`` here; a key that ``src_key_padding_mask`` hides is not computed. In eval mode
-    without gradients and masks a layer is one native call, where that is faster.
+    no ``src_mask`` here; keys that ``src_key_padding_mask`` hides are not computed. In eval mode,
+    without gradients and masks, a layer is one native call where that is faster.
     """
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
-        into_layer_attention(self.self_attn)
+        convert_to_layer_attention(self.self_attn)
         replace_linear(self)
 
 
 class TransformerEncoder(FusedEncoder, nn.TransformerEncoder, ContextParallel):
-    """``torch.nn.TransformerEncoder`` on fused attention, N layers of any encoder layer.
+    """``torch.nn.TransformerEncoder`` on fused attention, a stack of copies of any encoder layer.
 
     In eval mode without gradients, padding at the end of sequences is not computed.
     """
@@ -46,7 +46,7 @@ class TransformerEncoder(FusedEncoder, nn.TransformerEncoder, ContextParallel):
         mask_check: bool = True,
     ) -> None:
         super().__init__(encoder_layer, num_layers, norm, enable_nested_tensor, mask_check)
-        replace_mha(self)  # in layers of PyTorch
+        replace_mha(self)  # the attention of layers of PyTorch's own class
 
     def forward(
         self,
@@ -55,11 +55,11 @@ class TransformerEncoder(FusedEncoder, nn.TransformerEncoder, ContextParallel):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> Tensor:
-        """As ``torch.nn.TransformerEncoder``, also for a batch of padding only."""
+        """As ``torch.nn.TransformerEncoder``, but a batch may consist of padding only."""
         if is_symbolic(src):
-            return leaf(self, src, mask, src_key_padding_mask, is_causal)
-        first: Any = self.layers[0]
-        if first.training or mask is not None or _can_be_nested(src_key_padding_mask, src):
+            return call_as_leaf(self, src, mask, src_key_padding_mask, is_causal)
+        first_layer: Any = self.layers[0]
+        if first_layer.training or mask is not None or _can_be_nested(src_key_padding_mask, src):
             return super().forward(src, mask, src_key_padding_mask, is_causal)
         for layer in self.layers:
             src = layer(src, src_key_padding_mask=src_key_padding_mask, is_causal=bool(is_causal))
@@ -92,8 +92,8 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer, ContextParallel):
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
-        into_layer_attention(self.self_attn)
-        into_layer_attention(self.multihead_attn)
+        convert_to_layer_attention(self.self_attn)
+        convert_to_layer_attention(self.multihead_attn)
         replace_linear(self)
 
     def forward(
@@ -113,7 +113,7 @@ class TransformerDecoderLayer(nn.TransformerDecoderLayer, ContextParallel):
         masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
         if is_symbolic(tgt):
             flags = (tgt_is_causal, memory_is_causal)
-            return leaf(self, tgt, memory, *masks, *flags, cache=cache)
+            return call_as_leaf(self, tgt, memory, *masks, *flags, cache=cache)
         if cache is not None and memory_is_causal:
             raise ValueError("memory_is_causal is not supported with a cache: pass memory_mask")
         self_cache, cross_cache = (None, None) if cache is None else cache
@@ -205,7 +205,7 @@ class TransformerDecoder(nn.TransformerDecoder, ContextParallel):
         masks = (tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask)
         if is_symbolic(tgt):
             flags = (tgt_is_causal, memory_is_causal)
-            return leaf(self, tgt, memory, *masks, *flags, cache=cache)
+            return call_as_leaf(self, tgt, memory, *masks, *flags, cache=cache)
         if cache is None:
             return super().forward(tgt, memory, *masks, tgt_is_causal, memory_is_causal)
         if len(cache.layers) != len(self.layers):
@@ -213,8 +213,8 @@ class TransformerDecoder(nn.TransformerDecoder, ContextParallel):
                 f"the cache has {len(cache.layers)} layers, but the decoder has {len(self.layers)}"
             )
         x = tgt
-        for layer, pair in zip(self.layers, cache.layers, strict=True):
-            x = layer(x, memory, *masks, bool(tgt_is_causal), memory_is_causal, cache=pair)
+        for layer, caches in zip(self.layers, cache.layers, strict=True):
+            x = layer(x, memory, *masks, bool(tgt_is_causal), memory_is_causal, cache=caches)
         sequence_first = tgt.ndim == 2 or not self.layers[0].self_attn.batch_first
         for self_cache, _ in cache.layers:
             self_cache.advance(tgt.shape[0 if sequence_first else 1])

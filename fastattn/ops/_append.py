@@ -17,7 +17,7 @@ from fastattn.compat import runs_eagerly
 _OP = "decode_attention"
 
 
-def check_new(
+def check_new_rows(
     key: Tensor,
     value: Tensor,
     query: Tensor,
@@ -29,15 +29,15 @@ def check_new(
         raise ValueError(f"{_OP}: key and value need cache_seqlens, the positions to append at")
     length = key.shape[2]
     for name, x, cache in (("key", key, key_cache), ("value", value, value_cache)):
-        want = (query.shape[0], cache.shape[1], length, cache.shape[3])
-        if tuple(x.shape) != want:
+        expected = (query.shape[0], cache.shape[1], length, cache.shape[3])
+        if tuple(x.shape) != expected:
             raise ValueError(
-                f"{_OP}: {name} must have shape {want} (as bhnd), got {tuple(x.shape)}"
+                f"{_OP}: {name} must have shape {expected} (as bhnd), got {tuple(x.shape)}"
             )
 
 
-def check_memory(**written: Tensor) -> None:
-    """Check that every appended row has its own memory."""
+def check_strides(**written: Tensor) -> None:
+    """Check that each row of the tensors that an append writes has its own memory."""
     for name, x in written.items():
         if any(stride == 0 and n > 1 for n, stride in zip(x.shape, x.stride(), strict=True)):
             raise ValueError(
@@ -46,10 +46,10 @@ def check_memory(**written: Tensor) -> None:
             )
 
 
-def outside(rows: tuple[Tensor, Tensor], caches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the rows to append, copied if they overlap a cache, which is being written."""
-    written = {cache.untyped_storage().data_ptr() for cache in caches}
-    key, value = (x.clone() if x.untyped_storage().data_ptr() in written else x for x in rows)
+def copy_overlaps(rows: tuple[Tensor, Tensor], caches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the new keys and values, copied if they share memory with a cache to be written."""
+    storages = {cache.untyped_storage().data_ptr() for cache in caches}
+    key, value = (x.clone() if x.untyped_storage().data_ptr() in storages else x for x in rows)
     return key, value
 
 
@@ -59,10 +59,10 @@ def check_rotary(
     positions: Any,
     interleaved: Any,
     query: Tensor,  # [B, Hq, Lq, D]
-    new: tuple[Tensor, Tensor] | None,  # [B, Hkv, L, D] and [B, Hkv, L, Dv]
-    lengths: Tensor,  # [B] before the new tokens
+    new_rows: tuple[Tensor, Tensor] | None,  # keys [B, Hkv, L, D] and values [B, Hkv, L, Dv]
+    lengths: Tensor,  # [B], how many keys each sequence has before the new tokens
 ) -> tuple[Tensor | None, ...]:
-    """Return the tensors of the primitive: cos, sin, positions [B, L] int64 or None, query."""
+    """Return cos, sin, positions ([B, L] int64 or None) and query; all None without a rotation."""
     checks.check_flag(_OP, "rotary_interleaved", interleaved)
     if cos is None and sin is None:
         if positions is not None:
@@ -70,9 +70,9 @@ def check_rotary(
         return None, None, None, None
     if cos is None or sin is None:
         raise ValueError(f"{_OP}: rotary_cos and rotary_sin must be given together")
-    if new is None:
+    if new_rows is None:
         raise ValueError(f"{_OP}: rotary_cos needs key and value, the rows to append")
-    length, width = new[0].shape[2:]
+    length, width = new_rows[0].shape[2:]
     if query.shape[2] > length:
         raise ValueError(
             f"{_OP}: with rotary_cos each query must be of a new token, got {query.shape[2]} "
@@ -95,33 +95,33 @@ def check_rotary(
             f"{_OP}: rotary_cos must have at most {width // 2} columns, for half of the {width} "
             f"columns of key, got {cos.shape[1]}"
         )
-    own = None if positions is None else _positions(positions, query, length)
-    used = lengths if own is None else own
-    if used.is_cpu and runs_eagerly(used) and used.numel() and length:
-        least, most = (int(n) for n in used.aminmax())
-        most += length - 1 if own is None else 0
+    row_positions = None if positions is None else _check_positions(positions, query, length)
+    table_rows = lengths if row_positions is None else row_positions
+    if table_rows.is_cpu and runs_eagerly(table_rows) and table_rows.numel() and length:
+        least, most = (int(n) for n in table_rows.aminmax())
+        most += length - 1 if row_positions is None else 0
         if least < 0 or most >= cos.shape[0]:
             wrong = least if least < 0 else most
             raise ValueError(
                 f"{_OP}: rotary_cos must have a row for each position, got {cos.shape[0]} rows and "
                 f"position {wrong}"
             )
-    return cos, sin, own, query
+    return cos, sin, row_positions, query
 
 
-def _positions(positions: Any, query: Tensor, length: int) -> Tensor:
-    """Return positions [L] or [B, L] as [B, L]."""
+def _check_positions(positions: Any, query: Tensor, length: int) -> Tensor:
+    """Check ``rotary_positions``, [L] or [B, L], and return them as [B, L]."""
     name, batch = "rotary_positions", query.shape[0]
     dims = positions.dim() if isinstance(positions, Tensor) else 2
-    own = checks.check_integers(
+    row_positions = checks.check_integers(
         _OP, name, positions, "[L] or [B, L]", 1 if dims == 1 else 2, query.device
     )
-    if own.shape[-1] != length or (dims == 2 and own.shape[0] != batch):
+    if row_positions.shape[-1] != length or (dims == 2 and row_positions.shape[0] != batch):
         raise ValueError(
             f"{_OP}: {name} must have shape {(length,)} or {(batch, length)}, "
-            f"got {tuple(own.shape)}"
+            f"got {tuple(row_positions.shape)}"
         )
-    return own.expand(batch, -1)
+    return row_positions.expand(batch, -1)
 
 
 # --- the operator -----------------------------------------------------------------------------
@@ -136,22 +136,23 @@ _APPEND = (
     "Tensor? rotary_sin, Tensor? rotary_positions, Tensor? query, Tensor(a11!)? key_scales, "
     "Tensor(a12!)? value_scales, Tensor? cache_leftpad, bool rotary_interleaved) -> Tensor"
 )
-_TENSORS, _QUERY = 14, 10  # the number of tensors of an append, and the place of the query
+_TENSOR_COUNT, _KEY, _QUERY = 14, 2, 10  # of an append: how many tensors, and places of two
+_CACHES, _SCALES = slice(0, 2), slice(11, 13)  # the places of the tensors that it writes
 
 
 @torch.library.custom_op("fastattn::append_to_cache", mutates_args=_WRITTEN, schema=_APPEND)
 def append_operator(*args: Any) -> Tensor:
     """Return the rotated queries; without a rotation, an empty tensor."""
     *tensors, rotary_interleaved = args
-    rotated, query = _append_now(tensors, AppendOptions(rotary_interleaved)), tensors[_QUERY]
+    rotated, query = _append_on_backend(tensors, AppendOptions(rotary_interleaved)), tensors[_QUERY]
     if rotated is None or query is None:
-        empty: Tensor = tensors[2].new_empty(0)
+        empty: Tensor = tensors[_KEY].new_empty(0)
         return empty
-    promised = empty_output(query, query.shape[3])
-    return rotated if rotated.stride() == promised.stride() else promised.copy_(rotated)
+    expected = empty_output(query, query.shape[3])  # with the strides of _append_fake
+    return rotated if rotated.stride() == expected.stride() else expected.copy_(rotated)
 
 
-count(torch.ops.fastattn.append_to_cache, lambda args, results: 0)  # it moves rows
+count(torch.ops.fastattn.append_to_cache, lambda args, results: 0)  # moving rows is no arithmetic
 
 
 @append_operator.register_fake
@@ -159,10 +160,10 @@ def _append_fake(*args: Any) -> Tensor:
     if compat.exports_onnx():  # a graph of torch.export, which holds this operator
         raise compat.not_in_onnx("decode_attention", "it writes to its cache")
     query = args[_QUERY]
-    return args[2].new_empty(0) if query is None else empty_output(query, query.shape[3])
+    return args[_KEY].new_empty(0) if query is None else empty_output(query, query.shape[3])
 
 
-def _append_now(tensors: Sequence[Tensor | None], options: AppendOptions) -> Tensor | None:
+def _append_on_backend(tensors: Sequence[Tensor | None], options: AppendOptions) -> Tensor | None:
     name = dispatch.choose("append_to_cache", tensors, options)
     function = dispatch.load(name).append_to_cache  # type: ignore[union-attr]
     rotated: Tensor | None = function(
@@ -172,16 +173,17 @@ def _append_now(tensors: Sequence[Tensor | None], options: AppendOptions) -> Ten
 
 
 def append(tensors: Sequence[Tensor | None], options: AppendOptions) -> Tensor | None:
-    """Append to the first two tensors, in place; return the rotated queries or None.
+    """Append to the caches, in place; return the rotated queries, or None without a rotation.
 
-    Uses the dispatcher only under a tracer, mode or transform: a decoding step is short.
+    ``tensors`` are in the order of the schema; trailing ones may be missing. PyTorch's dispatcher
+    takes long for a decoding step, so it is used only under a tracer, mode or transform.
     """
     if runs_eagerly(*tensors):
-        rotated = _append_now(tensors, options)
-        for written in (*tensors[:2], *tensors[11:13]):
+        rotated = _append_on_backend(tensors, options)
+        for written in (*tensors[_CACHES], *tensors[_SCALES]):
             if written is not None:
                 torch.autograd.graph.increment_version(written)
         return rotated
-    all_tensors = (*tensors, *[None] * (_TENSORS - len(tensors)))
+    all_tensors = (*tensors, *[None] * (_TENSOR_COUNT - len(tensors)))
     result: Tensor = append_operator(*all_tensors, options.rotary_interleaved)
     return None if all_tensors[_QUERY] is None else result

@@ -14,7 +14,7 @@ from fastattn.compat import runs_eagerly
 
 
 class Terms(NamedTuple):
-    """The tensors of the primitive, in its order; packed sequences have the first four."""
+    """The operands of attention for these biases, in order; packed sequences use the first four."""
 
     position_query: Tensor | None  # as query
     query_table: Tensor | None  # [1, Hq, buckets, D]
@@ -28,49 +28,50 @@ NO_TERMS = Terms(None, None, None, None)
 
 
 def fold_terms(
-    op: str, bias: Disentangled, query: Tensor, key: Tensor, most: Any
+    op: str, bias: Disentangled, query: Tensor, key: Tensor, largest_distance: Any
 ) -> tuple[Tensor, Terms]:
-    """Return query + u, and the other operands, for distances up to ``most``.
+    """Return query + u, and the operands of the bias, for distances up to ``largest_distance``.
 
-    Heads are the second dimension, also of packed sequences. Autograd gives the gradients of u and
-    v.
+    u and v are ``content_bias`` and ``position_bias``; autograd gives their gradients. Heads are
+    the second dimension of query and key, also of packed sequences.
     """
     heads = query.shape[1]
-    of_queries, of_keys = (
-        _table(op, name, getattr(bias, name), query, key.shape[1])
+    query_table, key_table = (
+        _check_table(op, name, getattr(bias, name), query, key.shape[1])
         for name in ("query_table", "key_table")
     )
-    sizes = [table.shape[2] for table in (of_queries, of_keys) if table is not None]
+    sizes = [table.shape[2] for table in (query_table, key_table) if table is not None]
     if not sizes or sizes[0] != sizes[-1]:
-        given = f"got {sizes[0]} and {sizes[1]}" if sizes else "without a table"
+        problem = f"got {sizes[0]} and {sizes[1]}" if sizes else "without a table"
         raise RuntimeError(
-            f"{op}: relative_bias needs query_table or key_table, of as many rows, {given}"
+            f"{op}: relative_bias needs query_table or key_table, of as many rows, {problem}"
         )
     u, v = (
-        _added(op, name, getattr(bias, name), query, heads)
+        _check_vector(op, name, getattr(bias, name), query, heads)
         for name in ("content_bias", "position_bias")
     )
-    if v is not None and of_queries is None:
+    if v is not None and query_table is None:
         raise RuntimeError(f"{op}: position_bias of relative_bias needs query_table")
-    farthest = sizes[0] // 2
+    reach = sizes[0] // 2
     limit = bias.max_distance
     if limit is not None:
-        if not isinstance(limit, int) or limit <= farthest // 2 + 1 or farthest < 2:
+        if not isinstance(limit, int) or limit <= reach // 2 + 1 or reach < 2:
             raise ValueError(
                 f"{op}: max_distance of relative_bias must be None or an int above "
-                f"{farthest // 2 + 1}, with tables of at least 5 rows, got {limit!r} and "
-                f"{2 * farthest + 1} rows"
+                f"{reach // 2 + 1}, with tables of at least 5 rows, got {limit!r} and "
+                f"{2 * reach + 1} rows"
             )
         checks.check_int64(f"{op}: max_distance of relative_bias", limit)
-    rows: Tensor | None = query if v is None else query + v
-    rows = None if of_queries is None else rows
-    of = _buckets_kept if query.is_cpu and runs_eagerly(query) else _buckets
-    terms = Terms(rows, of_queries, of_keys, of(most, farthest, limit, query.device))
+    position_query: Tensor | None = query if v is None else query + v
+    position_query = None if query_table is None else position_query
+    buckets_of = _cached_buckets if query.is_cpu and runs_eagerly(query) else _make_buckets
+    buckets = buckets_of(largest_distance, reach, limit, query.device)
+    terms = Terms(position_query, query_table, key_table, buckets)
     return query if u is None else query + u, terms
 
 
 def fold_image(op: str, bias: Decomposed2d, query: Tensor, k_len: int) -> Terms:
-    """The operands of the bias of an image."""
+    """Check the bias of an image of h · w = ``k_len`` keys, and return its operands."""
     rows, columns = (
         checks.wide(op, f"{name} of relative_bias", x, query, wrong_dtype=RuntimeError)
         for name, x in zip(("rows", "columns"), bias, strict=True)
@@ -78,7 +79,7 @@ def fold_image(op: str, bias: Decomposed2d, query: Tensor, k_len: int) -> Terms:
     for name, x in (("rows", rows), ("columns", columns)):
         if x.dim() != 4 or x.shape[:3] != query.shape[:3]:
             expected = ", ".join(map(str, query.shape[:3]))
-            raise _wrong_shape(op, name, f"({expected}, n)", x)
+            raise _shape_error(op, name, f"({expected}, n)", x)
     if rows.shape[3] * columns.shape[3] != k_len:
         raise RuntimeError(
             f"{op}: rows and columns of relative_bias must be of {k_len} keys, got "
@@ -99,48 +100,50 @@ def distance_buckets(distances: Tensor, farthest: int, max_distance: int | None)
     return (distances.clamp(-farthest, farthest) + farthest).to(torch.int32)
 
 
-def _buckets(most: Any, farthest: int, max_distance: int | None, device: torch.device) -> Tensor:
-    """[2 ``most`` + 1], of the distances up to ``most``."""
-    distances = torch.arange(-most, most + 1, device=device)
+def _make_buckets(
+    largest_distance: Any, farthest: int, max_distance: int | None, device: torch.device
+) -> Tensor:
+    """Return the buckets of the distances -n to n, [2 n + 1], where n is the largest one."""
+    distances = torch.arange(-largest_distance, largest_distance + 1, device=device)
     return distance_buckets(distances, farthest, max_distance)
 
 
 @functools.lru_cache(maxsize=8)  # a logarithmic map takes longer than a small kernel
-def _buckets_kept(*of: Any) -> Tensor:
+def _cached_buckets(*arguments: Any) -> Tensor:
     with torch.inference_mode(False):  # a later call may save it for its backward
-        return _buckets(*of)
+        return _make_buckets(*arguments)
 
 
-def _table(op: str, name: str, table: Any, query: Tensor, kv_heads: int) -> Tensor | None:
-    """[2 K + 1, Hq|Hkv, D] as [1, Hq, 2 K + 1, D], in query's dtype."""
+def _check_table(op: str, name: str, table: Any, query: Tensor, kv_heads: int) -> Tensor | None:
+    """Check a table [2 K + 1, Hq|Hkv, D]; return [1, Hq, 2 K + 1, D] in query's dtype, or None."""
     if table is None:
         return None
-    table = _checked(op, name, table, query)
+    table = _cast_operand(op, name, table, query)
     heads, width, shape = query.shape[1], query.shape[-1], table.shape
     fits = len(shape) == 3 and shape[0] % 2 == 1 and shape[1] in (heads, kv_heads)
     if not fits or shape[2] != width:
-        raise _wrong_shape(op, name, f"(n, {heads} or {kv_heads}, {width}), with n odd", table)
+        raise _shape_error(op, name, f"(n, {heads} or {kv_heads}, {width}), with n odd", table)
     if shape[1] != heads:
         table = table.repeat_interleave(heads // kv_heads, 1)
     return table.transpose(0, 1)[None]
 
 
-def _added(op: str, name: str, bias: Any, query: Tensor, heads: int) -> Tensor | None:
-    """[Hq, D] as [Hq, 1, D], or as it is for packed rows [T, Hq, D], in query's dtype."""
+def _check_vector(op: str, name: str, bias: Any, query: Tensor, heads: int) -> Tensor | None:
+    """Check a bias [Hq, D]; return it in query's dtype, in a shape to add to query, or None."""
     if bias is None:
         return None
-    bias = _checked(op, name, bias, query)
+    bias = _cast_operand(op, name, bias, query)
     if tuple(bias.shape) != (heads, query.shape[-1]):
-        raise _wrong_shape(op, name, f"({heads}, {query.shape[-1]})", bias)
-    return bias[:, None] if query.dim() == 4 else bias
+        raise _shape_error(op, name, f"({heads}, {query.shape[-1]})", bias)
+    return bias[:, None] if query.dim() == 4 else bias  # packed rows are [T, Hq, D]
 
 
-def _checked(op: str, name: str, x: Any, query: Tensor) -> Tensor:
-    wide = checks.wide(op, f"{name} of relative_bias", x, query, wrong_dtype=RuntimeError)
-    return wide.to(query.dtype)
+def _cast_operand(op: str, name: str, x: Any, query: Tensor) -> Tensor:
+    operand = checks.wide(op, f"{name} of relative_bias", x, query, wrong_dtype=RuntimeError)
+    return operand.to(query.dtype)
 
 
-def _wrong_shape(op: str, name: str, expected: str, x: Tensor) -> Exception:
+def _shape_error(op: str, name: str, expected: str, x: Tensor) -> Exception:
     return RuntimeError(
         f"{op}: {name} of relative_bias must have shape {expected}, got {tuple(x.shape)}"
     )

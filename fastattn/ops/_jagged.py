@@ -13,7 +13,7 @@ from fastattn.library import Operator
 from fastattn.ops import varlen
 
 _NAME = "scaled_dot_product_attention"
-_OF_PACKED = inspect.signature(varlen.varlen_attention).parameters  # arguments of packed sequences
+_VARLEN_PARAMETERS = inspect.signature(varlen.varlen_attention).parameters
 
 
 class JaggedFolding(NamedTuple):
@@ -22,7 +22,7 @@ class JaggedFolding(NamedTuple):
     offsets: Tensor  # [B + 1] int64, the starts of the sequences of queries
     has_heads: bool
 
-    def restore(self, x: Tensor, has_head: bool = True) -> Tensor:
+    def restore(self, x: Tensor, has_head: bool = True) -> Tensor:  # as Folding.restore of sdpa
         """out [T, H, Dv] -> [B, H, *, Dv]; lse [H, T] -> [B, H, *]; no H if the input had none."""
         if x.dim() == 2:
             x = x.mT
@@ -32,8 +32,8 @@ class JaggedFolding(NamedTuple):
 
 
 def packed_rows(x: Any) -> tuple[Tensor, Tensor]:
-    """A jagged [B, *, ...] as rows [T, ...], and the start of each sequence, [B + 1]."""
-    if x.lengths() is not None:  # unused rows between its sequences
+    """Return a jagged [B, *, ...] as rows [T, ...], and the start of each sequence, [B + 1]."""
+    if x.lengths() is not None:  # it has unused rows between its sequences
         x = x.contiguous()
     return x.values(), x.offsets()
 
@@ -45,7 +45,7 @@ def same_lengths(x: Any, y: Any) -> bool:
 
 
 def prepare(args: Any) -> tuple[Operator, tuple[Any, ...], JaggedFolding]:
-    """Return the operator of packed sequences, its arguments except the seed, and the folding."""
+    """Validate; return the operator of packed sequences, its arguments, and the folding."""
     query, key, value, enable_gqa = args.query, args.key, args.value, args.enable_gqa
     check_flag(_NAME, "enable_gqa", enable_gqa)
     if args.attn_mask is not None:
@@ -53,7 +53,7 @@ def prepare(args: Any) -> tuple[Operator, tuple[Any, ...], JaggedFolding]:
     if args.need_weights or args.average_weights:
         raise RuntimeError(f"{_NAME}: need_weights must be False if query is jagged")
     (q, q_starts), (k, k_starts), (v, _) = (
-        _packed(name, x, query) for name, x in (("query", query), ("key", key), ("value", value))
+        _pack(name, x, query) for name, x in (("query", query), ("key", key), ("value", value))
     )
     batch = q_starts.shape[0] - 1
     if k_starts.shape[0] - 1 != batch:
@@ -69,13 +69,13 @@ def prepare(args: Any) -> tuple[Operator, tuple[Any, ...], JaggedFolding]:
             f"got {q.shape[1]} and {k.shape[1]}"
         )
     args = args._replace(query=q, key=k, value=v)
-    options = {name: x for name, x in args._asdict().items() if name in _OF_PACKED}
+    options = {name: x for name, x in args._asdict().items() if name in _VARLEN_PARAMETERS}
     operator, arguments = varlen.prepare(cu_seqlens_q=q_starts, cu_seqlens_k=k_starts, **options)
     return operator, arguments, JaggedFolding(q_starts, query.dim() == 4)
 
 
-def _packed(name: str, x: Any, query: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, H, *, D] or [B, *, D] as rows [T, H, D], and the starts of the sequences [B + 1]."""
+def _pack(name: str, x: Any, query: Tensor) -> tuple[Tensor, Tensor]:
+    """Check [B, H, *, D] or [B, *, D]; return rows [T, H, D] and the starts of the sequences."""
     if not isinstance(x, Tensor):
         raise wrong_type(_NAME, name, x, "Tensor")
     if not is_jagged(x):

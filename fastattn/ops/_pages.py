@@ -17,10 +17,10 @@ _OP = "flash_attn_varlen_func"
 def gather_pages(
     q: Any, k: Any, v: Any, cu_seqlens_k: Any, max_seqlen_k: Any, block_table: Any
 ) -> tuple[Tensor, Tensor]:
-    """Validate; copy the rows of all sequences, [Tk, Hkv, D] and [Tk, Hkv, Dv].
+    """Validate; return the packed keys [Tk, Hkv, D] and values [Tk, Hkv, Dv] of all sequences.
 
-    If the host does not know the lengths, Tk is an upper bound, and the rows after the last
-    sequence are copies of row 0 of page 0, which :func:`varlen_attention` ignores.
+    If the host cannot read the lengths, Tk is an upper bound, and the rows after the last sequence
+    are copies of row 0 of page 0, which :func:`varlen_attention` ignores.
     """
     if not isinstance(q, Tensor):
         raise checks.wrong_type(_OP, "q", q, "Tensor")
@@ -41,17 +41,17 @@ def gather_pages(
             f"cu_seqlens_k, got {table.shape[0]}"
         )
     pages, page_size = k.shape[:2]
-    known = starts.is_cpu and runs_eagerly(starts, table)
-    if known:
+    can_read = starts.is_cpu and runs_eagerly(starts, table)
+    if can_read:
         _check_room(starts, table.shape[1], page_size)
-    page, row = _places(starts, table, page_size, _total(starts, table, k, max_seqlen_k))
-    if known:
+    page, row = _locate_rows(starts, table, page_size, _count_rows(starts, table, k, max_seqlen_k))
+    if can_read:
         _check_pages(page, pages)
-    return _take(k, page, row), _take(v, page, row)
+    return _gather_rows(k, page, row), _gather_rows(v, page, row)
 
 
-def _total(starts: Tensor, table: Tensor, k: Tensor, longest: int | None) -> int:
-    """The number of rows of all sequences, or an upper bound if the host cannot read it."""
+def _count_rows(starts: Tensor, table: Tensor, k: Tensor, longest: int | None) -> int:
+    """Return the number of rows of all sequences; an upper bound if the host cannot read it."""
     if runs_eagerly(starts) and not _is_capturing(starts.device):
         return int(starts[-1])
     if k.shape[0] == 0:
@@ -68,30 +68,32 @@ def _is_capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def _places(starts: Tensor, table: Tensor, page_size: int, total: int) -> tuple[Tensor, Tensor]:
-    """The page of each packed row, and its row there, both [Tk]; 0 after the last sequence."""
-    at = torch.arange(total, device=starts.device)
-    sequence = torch.searchsorted(starts[1:].contiguous(), at, right=True)
-    used = sequence < table.shape[0]
+def _locate_rows(
+    starts: Tensor, table: Tensor, page_size: int, row_count: int
+) -> tuple[Tensor, Tensor]:
+    """Return the page of each packed row, and the row there, both [Tk]; 0 after all sequences."""
+    packed_row = torch.arange(row_count, device=starts.device)
+    sequence = torch.searchsorted(starts[1:].contiguous(), packed_row, right=True)
+    in_sequence = sequence < table.shape[0]
     sequence = sequence.clamp(max=table.shape[0] - 1)
-    position = torch.where(used, at - starts[sequence], 0)
-    page = torch.where(used, table[sequence, position // page_size], 0)
+    position = torch.where(in_sequence, packed_row - starts[sequence], 0)
+    page = torch.where(in_sequence, table[sequence, position // page_size], 0)
     return page, position % page_size
 
 
-def _take(x: Tensor, page: Tensor, row: Tensor) -> Tensor:
-    """Rows of a cache; gradients of pages that sequences share are added in a fixed order."""
-    if x.is_cpu and x.requires_grad:  # the backward of indexing adds with atomics on a CPU
+def _gather_rows(x: Tensor, page: Tensor, row: Tensor) -> Tensor:
+    """Copy rows of a cache; gradients of pages that sequences share are added in a fixed order."""
+    if x.is_cpu and x.requires_grad:  # where the backward of x[page, row] adds with atomics
         return x.flatten(0, 1).index_select(0, page * x.shape[1] + row)
     return x[page, row]  # any strides, without a copy of the other pages
 
 
-def _check_room(starts: Tensor, pages: int, page_size: int) -> None:
+def _check_room(starts: Tensor, pages_per_sequence: int, page_size: int) -> None:
     longest = max(starts.diff().tolist(), default=0)
-    if longest > pages * page_size:
+    if longest > pages_per_sequence * page_size:
         raise ValueError(
             f"{_OP}: block_table must have room for the {longest} keys of the longest sequence, "
-            f"got {pages} pages of {page_size} rows for each"
+            f"got {pages_per_sequence} pages of {page_size} rows for each"
         )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastattn import checks
 from fastattn.backends.primitives import QUANTISED, same_memory
 from fastattn.compat import runs_eagerly
-from fastattn.ops._append import check_memory
+from fastattn.ops._append import check_strides
 
 _OP = "decode_attention"
 
@@ -24,15 +24,18 @@ def check_scales(
     key: Any,
     value: Any,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Check and return the scales [E, Hkv, N] of both caches, given in ``layout``, or None."""
-    of_caches = {"key": (key_scales, key_cache), "value": (value_scales, value_cache)}
+    """Check the scales of both caches, given in ``layout``; return them as [E, Hkv, N], or None.
+
+    ``key`` and ``value`` are the rows to append, or None.
+    """
+    scales_and_caches = {"key": (key_scales, key_cache), "value": (value_scales, value_cache)}
     if key_scales is None and value_scales is None:
-        for name, (_, cache) in of_caches.items():
+        for name, (_, cache) in scales_and_caches.items():
             if cache.dtype in QUANTISED:
                 raise ValueError(f"{_OP}: {name}_cache of {cache.dtype} needs {name}_scales")
         return None, None
     checked = []
-    for name, (scales, cache) in of_caches.items():
+    for name, (scales, cache) in scales_and_caches.items():
         if scales is None:
             raise ValueError(f"{_OP}: key_scales and value_scales must be given together")
         if cache.dtype not in QUANTISED:
@@ -57,7 +60,7 @@ def check_scales(
             )
         checked.append(scales if layout == "bhnd" else scales.transpose(1, 2))
     if key is not None:
-        check_memory(key_scales=checked[0], value_scales=checked[1])
+        check_strides(key_scales=checked[0], value_scales=checked[1])
         if runs_eagerly(key_cache, value_cache, *checked, key, value):
             if same_memory(*checked):
                 _check_columns(key_cache, value_cache, key, value)
@@ -71,11 +74,11 @@ def _check_apart(kind: str, keys: Tensor, values: Tensor) -> None:
     """Check that quantised keys and values, which have separate scales, share no memory."""
     if keys.numel() == 0 or keys.stride() != values.stride():
         return
-    # With equal strides, either rows of one begin within rows of the other, or they are apart.
-    distance = (values.data_ptr() - keys.data_ptr()) // keys.element_size()
-    first = keys if distance >= 0 else values
-    columns, stride = (first.shape[3], max(first.stride(3), 1)) if first.ndim == 4 else (1, 1)
-    if abs(distance) < columns * stride and distance % stride == 0:
+    # With equal strides they overlap only if rows of one begin within rows of the other.
+    offset = (values.data_ptr() - keys.data_ptr()) // keys.element_size()
+    lower = keys if offset >= 0 else values
+    columns, stride = (lower.shape[3], max(lower.stride(3), 1)) if lower.ndim == 4 else (1, 1)
+    if abs(offset) < columns * stride and offset % stride == 0:
         raise ValueError(
             f"{_OP}: value_{kind} must not be key_{kind} or a view of it where rows are "
             "appended, unless values are the first columns of the keys and value_scales is "
@@ -84,12 +87,12 @@ def _check_apart(kind: str, keys: Tensor, values: Tensor) -> None:
 
 
 def _check_columns(key_cache: Tensor, value_cache: Tensor, key: Any, value: Any) -> None:
-    """Check that values are columns of the keys, because each row has one scale for both."""
-    for name, of_key, of_value in (
+    """Check that the values are columns of the keys, as a scale that both share requires."""
+    for name, key_tensor, value_tensor in (
         ("value_cache", key_cache, value_cache),
         ("value", key, value),
     ):
-        if not same_memory(of_key, of_value) or of_value.shape[3] > of_key.shape[3]:
+        if not same_memory(key_tensor, value_tensor) or value_tensor.shape[3] > key_tensor.shape[3]:
             raise ValueError(
                 f"{_OP}: {name} must be a view of the first columns of "
                 f"{name.replace('value', 'key')} where rows are appended and value_scales is "
@@ -97,7 +100,7 @@ def _check_columns(key_cache: Tensor, value_cache: Tensor, key: Any, value: Any)
             )
 
 
-def check_rotated(key_scales: Any, value_scales: Any) -> None:
+def check_rotation(key_scales: Any, value_scales: Any) -> None:
     """Refuse a rotation of keys whose columns are the values: it would rotate the values, too."""
     if runs_eagerly(key_scales, value_scales) and same_memory(key_scales, value_scales):
         raise ValueError(

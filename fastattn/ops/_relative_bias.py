@@ -17,11 +17,11 @@ from fastattn.ops._disentangled import NO_TERMS, fold_image, fold_terms
 def fold_bias(
     op: str, bias: Any, query: Tensor, key: Tensor, offset: int
 ) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """The query, to which a bias of content may be added, and the operands: a table of distances,
-    positions, and the terms of content."""
+    """Return the query, with a content bias added, and the operands of the bias: a table of
+    distances, positions, and the tensors of ``_disentangled.Terms``."""
     if type(bias) is Disentangled:
-        farthest = largest(query.shape[2] - 1 + offset, key.shape[2] - 1 - offset, 0)
-        query, terms = fold_terms(op, bias, query, key, farthest)
+        largest_distance = traced_max(query.shape[2] - 1 + offset, key.shape[2] - 1 - offset, 0)
+        query, terms = fold_terms(op, bias, query, key, largest_distance)
         return query, (None, None, *terms)
     if type(bias) is Decomposed2d:
         return query, (None, None, *fold_image(op, bias, query, key.shape[2]))
@@ -36,46 +36,47 @@ def _fold_positions(
     The table is float32 (float64 for float64), the positions are int32; None is 0, 1, 2, ...
     """
     if isinstance(bias, Window2d):
-        table, positions = _window_2d(op, bias, query, k_len, offset)
+        table, positions = _fold_window_2d(op, bias, query, k_len, offset)
         return table[None], positions
     if not isinstance(bias, (Tensor, T5)):
         raise checks.wrong_type(
             op, "relative_bias", bias, "Tensor, T5, Decomposed2d, Disentangled or Window2d"
         )
     # The maximum of |i + offset - j| over all pairs.
-    most = largest(query.shape[2] - 1 + offset, k_len - 1 - offset, 0)
+    largest_distance = traced_max(query.shape[2] - 1 + offset, k_len - 1 - offset, 0)
     lengths = "{} queries and {} keys with offset {}", query.shape[2], k_len, offset
-    return fold_distances(op, bias, query, most, lengths), None
+    return fold_distances(op, bias, query, largest_distance, lengths), None
 
 
 def split_bias(bias: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The tensors of a relative bias, and its kind with what else it consists of."""
-    kind = type(bias)
-    if kind in (T5, Window2d):
-        return (bias.table,), (kind.__name__, *bias[1:])
-    if kind in (Disentangled, Decomposed2d):
-        return bias[:4], (kind.__name__, *bias[4:])
+    """Split a relative bias for the signature of a call: its tensors, then its kind and options."""
+    bias_type = type(bias)
+    if bias_type in (T5, Window2d):
+        return (bias.table,), (bias_type.__name__, *bias[1:])
+    if bias_type in (Disentangled, Decomposed2d):
+        return bias[:4], (bias_type.__name__, *bias[4:])
     return (bias,), ("table",)
 
 
-def largest(*sizes: Any) -> Any:
-    """The maximum; a tensor while torch.jit.trace records, so the graph depends on all sizes."""
+def traced_max(*sizes: Any) -> Any:
+    """Return the maximum; as a tensor under torch.jit.trace, so the graph depends on all sizes."""
     if compat.records_trace():
         return torch.stack([torch.as_tensor(size) for size in sizes]).amax()
     return max(sizes)
 
 
 def fold_distances(
-    op: str, bias: Any, query: Tensor, most: int, lengths: tuple[Any, ...] | None = None
+    op: str, bias: Any, query: Tensor, largest_distance: int, lengths: tuple[Any, ...] | None = None
 ) -> Tensor:
     """Return the table [1, Hq, 2 M + 1] of a bias that depends only on distances.
 
-    It has those up to ``most``, of queries and keys of these ``lengths``: a text with the numbers
-    that it names, which the compiler would fix if they were in the text. Without lengths, ``most``
-    is a bound only: the kernel checks that a table has the distances that it needs.
+    The table must have all distances up to ``largest_distance``. ``lengths`` describes the queries
+    and keys in an error: a format string and its numbers, which a compiler would treat as constants
+    if they were formatted before. Without ``lengths``, ``largest_distance`` is only a bound, and
+    the kernel checks that the table has the distances that it needs.
     """
     if isinstance(bias, T5):
-        return _t5(op, bias, query, most)[None]
+        return _fold_t5(op, bias, query, largest_distance)[None]
     if not isinstance(bias, Tensor):
         raise checks.wrong_type(
             op,
@@ -84,21 +85,21 @@ def fold_distances(
             "Tensor or T5 (Window2d needs equal lengths), or Disentangled for packed sequences",
         )
     table = checks.wide(op, "relative_bias", bias, query, wrong_dtype=RuntimeError)
-    heads, needed = query.shape[1], 1 if lengths is None else 2 * most + 1
+    heads, least_width = query.shape[1], 1 if lengths is None else 2 * largest_distance + 1
     shape = tuple(table.shape)
-    if len(shape) != 2 or shape[0] != heads or shape[1] % 2 == 0 or shape[1] < needed:
-        least = ""
+    if len(shape) != 2 or shape[0] != heads or shape[1] % 2 == 0 or shape[1] < least_width:
+        requirement = ""
         if lengths is not None:
-            least = f" and at least {needed} for " + lengths[0].format(*lengths[1:])
+            requirement = f" and at least {least_width} for " + lengths[0].format(*lengths[1:])
         raise RuntimeError(
             f"{op}: relative_bias must have shape ({heads}, n), a row for each query head, with n "
-            f"odd{least}, got {shape}"
+            f"odd{requirement}, got {shape}"
         )
     return table[None]
 
 
-def _t5(op: str, bias: T5, query: Tensor, most: int) -> Tensor:
-    """The bucket of every distance -M, ..., M: [Hq, 2 M + 1]."""
+def _fold_t5(op: str, bias: T5, query: Tensor, largest_distance: int) -> Tensor:
+    """Return the bias [Hq, 2 M + 1] of the distances -M, ..., M, where M is the largest one."""
     table, bidirectional, max_distance = bias
     name = "the table of relative_bias"
     table = checks.wide(op, name, table, query, wrong_dtype=RuntimeError)
@@ -122,7 +123,7 @@ def _t5(op: str, bias: T5, query: Tensor, most: int) -> Tensor:
             f"with buckets of their own, got {max_distance!r}"
         )
     checks.check_int64(f"{op}: max_distance of relative_bias", max_distance)
-    distances = torch.arange(-most, most + 1, device=table.device)
+    distances = torch.arange(-largest_distance, largest_distance + 1, device=table.device)
     return table.mT.index_select(
         1, t5_buckets(distances, table.shape[0], bidirectional, max_distance)
     )
@@ -131,31 +132,31 @@ def _t5(op: str, bias: T5, query: Tensor, most: int) -> Tensor:
 def t5_buckets(
     distances: Tensor, num_buckets: int, bidirectional: bool, max_distance: int
 ) -> Tensor:
-    """The bucket of each distance query - key, see :class:`fastattn.bias.T5`."""
+    """Return the bucket of each distance query - key, see :class:`fastattn.bias.T5`."""
     if bidirectional:
         num_buckets //= 2
-        first = num_buckets * (distances < 0)
+        first_bucket = num_buckets * (distances < 0)
         steps = distances.abs()
     else:
-        first = torch.zeros_like(distances)
+        first_bucket = torch.zeros_like(distances)
         steps = distances.clamp(min=0)
     # The bucket of n >= single is single plus the part log(n / single) / log(max_distance / single)
     # of the other buckets, rounded down. In float32 and in this order, to round as T5's own code.
     single = num_buckets // 2
     ratio = torch.log(steps.clamp(min=single).float() / single) / math.log(max_distance / single)
     shared = (single + (ratio * (num_buckets - single)).long()).clamp(max=num_buckets - 1)
-    return first + torch.where(steps < single, steps, shared)
+    return first_bucket + torch.where(steps < single, steps, shared)
 
 
-def _window_2d(
+def _fold_window_2d(
     op: str, bias: Window2d, query: Tensor, k_len: int, offset: int
 ) -> tuple[Tensor, Tensor]:
-    """Token (y, x) is at position y (2 w - 1) + x: distances of positions are rows of the table."""
+    """Return the table as [Hq, rows], and positions y (2 w - 1) + x, whose distances are rows."""
     table, window = bias
     name = "the table of relative_bias"
     table = checks.wide(op, name, table, query, wrong_dtype=RuntimeError)
-    pair = isinstance(window, (tuple, list)) and len(window) == 2
-    if not pair or not all(isinstance(n, int) and n > 0 for n in window):
+    is_pair = isinstance(window, (tuple, list)) and len(window) == 2
+    if not is_pair or not all(isinstance(n, int) and n > 0 for n in window):
         raise TypeError(
             f"{op}: window of relative_bias must be a pair of positive ints, got {window!r}"
         )

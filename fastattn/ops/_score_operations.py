@@ -1,4 +1,7 @@
-"""The operations on numbers of pairs that a ``score_mod`` may use, by their names in PyTorch."""
+"""The operations on numbers of pairs that a ``score_mod`` may use, by their names in PyTorch.
+
+The texts of errors here end the sentence that begins in ``Tracer.record``.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from fastattn.backends._score_program import Op
 from fastattn.ops._score_values import Number, Row
 
 
-def _promoted(x: Number, other: Any, least: str = "b") -> tuple[Number, Number, str]:
-    """Convert two numbers to their common kind, as PyTorch promotes dtypes; at least ``least``."""
-    y = x.tracer.number(other, "f" if "f" in (x.kind, least) else None)
-    kind = max(x.kind, y.kind, least, key="bif".index)
+def _promote(x: Number, other: Any, min_kind: str = "b") -> tuple[Number, Number, str]:
+    """Convert two numbers to their common kind, at least ``min_kind``, as PyTorch promotes them."""
+    y = x.tracer.number(other, "f" if "f" in (x.kind, min_kind) else None)
+    kind = max(x.kind, y.kind, min_kind, key="bif".index)
     return x.to_kind(kind), y.to_kind(kind), kind
 
 
@@ -27,17 +30,17 @@ def _arithmetic(floating: Op, integral: Op) -> Any:
     def operation(x: Number, other: Any, *, alpha: Any = 1) -> Number:
         if not (isinstance(alpha, int) and alpha == 1):
             other = x.tracer.number(other) * alpha
-        a, b, kind = _promoted(x, other, "i")
+        a, b, kind = _promote(x, other, "i")
         return a.add_node(floating if kind == "f" else integral, b)
 
     return operation
 
 
-def _compared(floating: Op, integral: Op, swaps: bool = False, negates: bool = False) -> Any:
-    """A comparison by the given steps, with its operands exchanged or its result negated."""
+def _comparison(floating: Op, integral: Op, swaps: bool = False, negates: bool = False) -> Any:
+    """A comparison by the given steps; ``swaps`` its operands, or ``negates`` its result."""
 
     def operation(x: Number, other: Any) -> Number:
-        a, b, kind = _promoted(x, other, "i")
+        a, b, kind = _promote(x, other, "i")
         a, b = (b, a) if swaps else (a, b)
         result = a.add_node(floating if kind == "f" else integral, b, kind="b")
         return result.add_node(Op.NOT) if negates else result
@@ -45,11 +48,11 @@ def _compared(floating: Op, integral: Op, swaps: bool = False, negates: bool = F
     return operation
 
 
-def _bits(op: Op, logical: bool) -> Any:
-    """A bitwise operation on integers, or a logical operation on any numbers."""
+def _bitwise(op: Op, logical: bool) -> Any:
+    """A bitwise operation on integers and booleans, or a ``logical`` operation on any numbers."""
 
     def operation(x: Number, other: Any) -> Number:
-        a, b, kind = _promoted(x, other)
+        a, b, kind = _promote(x, other)
         if logical or kind == "b":
             a, b = a.to_kind("b"), b.to_kind("b")
         elif kind == "f":
@@ -60,32 +63,32 @@ def _bits(op: Op, logical: bool) -> Any:
 
 
 def _binary(op: Op, x: Any, other: Any) -> Number:
-    """A step of two floating numbers."""
-    a, b, _ = _promoted(x, other, "f")
+    """Record an operation on two numbers, as floating numbers."""
+    a, b, _ = _promote(x, other, "f")
     return a.add_node(op, b)
 
 
 def _unary(op: Op) -> Any:
-    """An operation that is a step of one floating number."""
+    """An operation on one number, as a floating number."""
     return lambda x: x.to_kind("f").add_node(op)
 
 
-def _reversed(name: str) -> Any:
+def _swap_operands(name: str) -> Any:
     """The operation with its operands exchanged, as ``__radd__`` needs it."""
     return lambda x, other: OPERATIONS[name](x.tracer.number(other), x)
 
 
-def _divided(x: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
-    """``torch.div``."""
+def _divide(x: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
+    """Divide as ``torch.div``."""
     if rounding_mode is None:
         return _binary(Op.DIV, x, other)
-    a, b, kind = _promoted(x, other, "i")
+    a, b, kind = _promote(x, other, "i")
     if rounding_mode == "trunc":
         if kind == "f":
-            return _truncated(_binary(Op.DIV, a, b))
-        flip = a.add_node(Op.XOR, b).lt(0)  # a quotient below 0 is rounded up
+            return _truncate(_binary(Op.DIV, a, b))
+        is_negative = a.add_node(Op.XOR, b).lt(0)  # a quotient below 0 is rounded up
         down, up = (OPERATIONS["floordiv"](x, b) for x in (a, OPERATIONS["neg"](a)))
-        return _where(flip, OPERATIONS["neg"](up), down)
+        return _where(is_negative, OPERATIONS["neg"](up), down)
     if rounding_mode != "floor":
         raise TypeError(f"rounding_mode={rounding_mode!r}")
     return a.add_node(Op.IDIV, b) if kind == "i" else a.add_node(Op.DIV, b).floor()
@@ -93,29 +96,29 @@ def _divided(x: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
 
 def _remainder(x: Any, other: Any) -> Any:
     """x - other * floor(x / other), which has the sign of ``other``."""
-    a, b, kind = _promoted(x, other, "i")
+    a, b, kind = _promote(x, other, "i")
     if kind == "i":
         return a.add_node(Op.IMOD, b)
     return a.sub(a.div(b).floor().mul(b))
 
 
 def _where(condition: Any, a: Any, b: Any) -> Any:
-    """``torch.where``, also as a method of a."""
-    if condition.kind != "b":  # x.where(condition, other)
+    """Select as ``torch.where``, or as the method ``x.where(condition, other)``."""
+    if condition.kind != "b":  # the method, whose first two arguments are the other way round
         condition, a = condition.tracer.number(a), condition
     if condition.kind != "b":
         raise TypeError("the condition must be boolean")
-    x, y, kind = _promoted(condition.tracer.number(a), b)
+    x, y, kind = _promote(condition.tracer.number(a), b)
     if x.node == y.node:
         return x
     return condition.add_node(Op.SELECT, x, y, kind=kind)
 
 
 def _extreme(op: Op) -> Any:
-    """The smaller or the larger of two numbers; NaN if one is NaN."""
+    """The operation ``op``, MIN or MAX, of two numbers; NaN if one is NaN."""
 
     def operation(x: Any, other: Any) -> Any:
-        a, b, kind = _promoted(x, other)
+        a, b, kind = _promote(x, other)
         if kind == "f":
             return a.add_node(op, b)
         return _where(a.lt(b), *((a, b) if op is Op.MIN else (b, a)))
@@ -123,19 +126,19 @@ def _extreme(op: Op) -> Any:
     return operation
 
 
-def _clamped(x: Any, min: Any = None, max: Any = None) -> Any:
-    """x within [min, max]; NaN stays."""
+def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+    """Limit x to [min, max]; NaN stays."""
     if min is not None:
         x = _where(x < min, min, x)
     return x if max is None else _where(x > max, max, x)
 
 
 def _power(x: Any, exponent: Any) -> Any:
-    """x to a power: by products for small integers, by roots for 1/2 and -1/2."""
-    known = isinstance(exponent, (int, float))
-    if known and abs(exponent) == 0.5:
+    """Raise x to a power: by products for small integers, by roots for 1/2 and -1/2."""
+    is_constant = isinstance(exponent, (int, float))
+    if is_constant and abs(exponent) == 0.5:
         return x.sqrt() if exponent > 0 else 1 / x.sqrt()
-    if not known or abs(exponent) > 16 or exponent != int(exponent):
+    if not is_constant or abs(exponent) > 16 or exponent != int(exponent):
         return _binary(Op.POW, x, exponent)
     product = x.like(1)
     for bit in f"{abs(int(exponent)):b}":
@@ -143,20 +146,20 @@ def _power(x: Any, exponent: Any) -> Any:
     return 1 / product if exponent < 0 else product
 
 
-def _shifted(x: Any, bits: Any, to: str) -> Any:
-    """An integer shifted by a constant number of bits, as a product or a division."""
+def _shift(x: Any, bits: Any, operation: str) -> Any:
+    """Shift an integer by a constant number of bits: ``operation`` is "mul" or "floordiv"."""
     if x.kind != "i" or not isinstance(bits, int) or not 0 <= bits < 31:
         raise TypeError("which must be an integer, by a number of bits from 0 to 30")
-    return OPERATIONS[to](x, 2**bits)
+    return OPERATIONS[operation](x, 2**bits)
 
 
-def _truncated(x: Any) -> Any:
-    """x rounded towards 0."""
+def _truncate(x: Any) -> Any:
+    """Round x towards 0."""
     return x if x.kind != "f" else _where(x < 0, -(-x).floor(), x.floor())
 
 
-def _rounded(x: Any) -> Any:
-    """x rounded to the nearest integer, halves to even."""
+def _round(x: Any) -> Any:
+    """Round x to the nearest integer, halves to even."""
     if x.kind != "f":
         return x
     down = x.floor()
@@ -180,8 +183,8 @@ def _gelu(x: Any, *, approximate: str = "none") -> Any:
     return x * 0.5 * (1 + inner.tanh())
 
 
-def _converted(x: Any, *targets: Any, **named: Any) -> Any:
-    """``x.to(...)``: a dtype, also a tensor's, changes the kind; a device changes nothing."""
+def _convert(x: Any, *targets: Any, **named: Any) -> Any:
+    """Convert as ``x.to(...)``: to the kind of a dtype or tensor; a device changes nothing."""
     for target in (*targets, named.get("dtype"), named.get("other")):
         dtype = getattr(target, "dtype", target)
         if isinstance(dtype, torch.dtype):
@@ -190,45 +193,45 @@ def _converted(x: Any, *targets: Any, **named: Any) -> Any:
     return x
 
 
-def _filled(value: Any) -> Any:
-    """An operation such as ``zeros_like``: a constant, given by the call if ``value`` is None."""
+def _fill(value: Any) -> Any:
+    """An operation such as ``zeros_like``; if ``value`` is None, the call passes the constant."""
 
     def operation(x: Any, *args: Any, **kwargs: Any) -> Any:
         number = (args[-1] if args else kwargs["fill_value"]) if value is None else value
-        return _converted(x.like(number), kwargs.get("dtype"))
+        return _convert(x.like(number), kwargs.get("dtype"))
 
     return operation
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "truediv": _divided,
-    "floordiv": lambda x, other: _divided(x, other, rounding_mode="floor"),
+    "truediv": _divide,
+    "floordiv": lambda x, other: _divide(x, other, rounding_mode="floor"),
     "mod": _remainder,
     "pow": _power,
     "neg": lambda x: x.add_node(Op.NEG) if x.kind == "f" else 0 - x,
     "pos": lambda x: x,
-    "lshift": functools.partial(_shifted, to="mul"),
-    "rshift": functools.partial(_shifted, to="floordiv"),
+    "lshift": functools.partial(_shift, operation="mul"),
+    "rshift": functools.partial(_shift, operation="floordiv"),
     "abs": lambda x: x.add_node(Op.ABS if x.kind == "f" else Op.IABS),
-    "ne": _compared(Op.EQ, Op.IEQ, negates=True),
-    "gt": _compared(Op.LT, Op.ILT, swaps=True),
-    "ge": _compared(Op.LE, Op.ILE, swaps=True),
+    "ne": _comparison(Op.EQ, Op.IEQ, negates=True),
+    "gt": _comparison(Op.LT, Op.ILT, swaps=True),
+    "ge": _comparison(Op.LE, Op.ILE, swaps=True),
     "invert": lambda x: x.add_node(Op.NOT),
     "logical_not": lambda x: x.to_kind("b").add_node(Op.NOT),
     "where": _where,
     "masked_fill": lambda x, condition, value: _where(condition, value, x),
     "min": _extreme(Op.MIN),
     "max": _extreme(Op.MAX),
-    "clamp": _clamped,
-    "clamp_min": lambda x, min: _clamped(x, min),
-    "clamp_max": lambda x, max: _clamped(x, None, max),
-    "hardtanh": lambda x, min_val=-1.0, max_val=1.0, inplace=False: _clamped(x, min_val, max_val),
+    "clamp": _clamp,
+    "clamp_min": lambda x, min: _clamp(x, min),
+    "clamp_max": lambda x, max: _clamp(x, None, max),
+    "hardtanh": lambda x, min_val=-1.0, max_val=1.0, inplace=False: _clamp(x, min_val, max_val),
     "floor": lambda x: x.add_node(Op.FLOOR) if x.kind == "f" else x,
     "ceil": lambda x: -(-x).floor(),
-    "trunc": _truncated,
-    "round": _rounded,
-    "frac": lambda x: x - _truncated(x),
-    "fmod": lambda x, other: x - _divided(x, other, rounding_mode="trunc") * other,
+    "trunc": _truncate,
+    "round": _round,
+    "frac": lambda x: x - _truncate(x),
+    "fmod": lambda x, other: x - _divide(x, other, rounding_mode="trunc") * other,
     "sign": lambda x: (x > 0).to_kind(x.kind) - (x < 0).to_kind(x.kind),
     "isnan": lambda x: x != x,
     "isinf": lambda x: x.abs() == math.inf,
@@ -252,23 +255,23 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "gelu": _gelu,
     "softplus": _softplus,
     "logsigmoid": lambda x: -_softplus(-x, threshold=math.inf),
-    "to": _converted,
+    "to": _convert,
     "clone": lambda x: x,
     # A selection between a number and itself has no derivative, see Graph.
     "detach": lambda x: x.tracer.number(True).add_node(Op.SELECT, x, x, kind=x.kind),
-    "full_like": _filled(None),
-    "zeros_like": _filled(0),
-    "ones_like": _filled(1),
+    "full_like": _fill(None),
+    "zeros_like": _fill(0),
+    "ones_like": _fill(1),
 }
 for _name in "add sub mul".split():
     OPERATIONS[_name] = _arithmetic(Op[_name.upper()], Op["I" + _name.upper()])
 for _name in "eq lt le".split():
-    OPERATIONS[_name] = _compared(Op[_name.upper()], Op["I" + _name.upper()])
+    OPERATIONS[_name] = _comparison(Op[_name.upper()], Op["I" + _name.upper()])
 for _name in "exp exp2 expm1 log log1p tanh sigmoid sqrt sin cos erf".split():
     OPERATIONS[_name] = _unary(Op[_name.upper()])
 for _name in "and or xor".split():
-    OPERATIONS[_name] = _bits(Op[_name.upper()], False)
-    OPERATIONS[f"logical_{_name}"] = _bits(Op[_name.upper()], True)
+    OPERATIONS[_name] = _bitwise(Op[_name.upper()], False)
+    OPERATIONS[f"logical_{_name}"] = _bitwise(Op[_name.upper()], True)
 for _pair in (
     "div=truediv divide=truediv true_divide=truediv floor_divide=floordiv remainder=mod "
     "multiply=mul subtract=sub negative=neg absolute=abs minimum=min maximum=max clip=clamp "
@@ -277,25 +280,25 @@ for _pair in (
     "arctan=atan arctan2=atan2 bitwise_left_shift=lshift bitwise_right_shift=rshift positive=pos "
     "log_sigmoid=logsigmoid"
 ).split():
-    _alias, _, _of = _pair.partition("=")
-    OPERATIONS[_alias] = OPERATIONS[_of]
+    _alias, _, _known_name = _pair.partition("=")
+    OPERATIONS[_alias] = OPERATIONS[_known_name]
 for _name in "add sub mul truediv floordiv mod pow and or xor".split():
-    OPERATIONS[f"r{_name}"] = _reversed(_name)
+    OPERATIONS[f"r{_name}"] = _swap_operands(_name)
 for _name in "float double half bfloat16 int long bool".split():
-    OPERATIONS[_name] = functools.partial(_converted, dtype=getattr(torch, _name))
+    OPERATIONS[_name] = functools.partial(_convert, dtype=getattr(torch, _name))
 
 
 def _dot(x: Any, y: Any) -> Any:
     """The inner product of two rows."""
-    return Row.of(x.tracer, "mul", (x, y), {}).reduced(operator.add)
+    return Row.apply(x.tracer, "mul", (x, y), {}).reduce(operator.add)
 
 
 # Operations on whole rows. All others are applied to each element.
 OF_ROWS: dict[str, Callable[..., Any]] = {
-    "sum": lambda x, dim=-1, **named: x.reduced(operator.add, dim, **named),
-    "mean": lambda x, dim=-1, **named: x.reduced(operator.add, dim, **named) / x.shape[0],
-    "amax": lambda x, dim=-1, **named: x.reduced(torch.maximum, dim, **named),
-    "amin": lambda x, dim=-1, **named: x.reduced(torch.minimum, dim, **named),
+    "sum": lambda x, dim=-1, **named: x.reduce(operator.add, dim, **named),
+    "mean": lambda x, dim=-1, **named: x.reduce(operator.add, dim, **named) / x.shape[0],
+    "amax": lambda x, dim=-1, **named: x.reduce(torch.maximum, dim, **named),
+    "amin": lambda x, dim=-1, **named: x.reduce(torch.minimum, dim, **named),
     "norm": lambda x, p=2, dim=-1: _norm(x, p, dim),
     **dict.fromkeys("dot vdot inner matmul".split(), _dot),
 }
@@ -305,4 +308,4 @@ def _norm(x: Any, p: Any, dim: Any) -> Any:
     """The Euclidean norm of a row."""
     if p != 2:
         raise TypeError(f"p={p!r}")
-    return Row.of(x.tracer, "square", (x,), {}).reduced(operator.add, dim).sqrt()
+    return Row.apply(x.tracer, "square", (x,), {}).reduce(operator.add, dim).sqrt()

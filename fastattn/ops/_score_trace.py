@@ -15,10 +15,10 @@ from fastattn.ops._score_compile import SCORE, Gather, Graph
 from fastattn.ops._score_operations import OF_ROWS, OPERATIONS
 from fastattn.ops._score_values import OP, Number, Partial, Recorded, Row, name_of, unsupported
 
-_INTEGERS = 2**31
-# What a trace may read of a captured tensor: it is traced again if these change.
-_LAYOUT = {"get", "size", "dim", "numel", "len", "is_floating_point"}
-_MAKES_CONSTANT = {"tensor", "zeros", "ones", "full", "scalar_tensor"}
+_INT32_END = 2**31
+# The functions that read only the layout of a captured tensor: it is traced again on a change.
+_LAYOUT_READERS = {"get", "size", "dim", "numel", "len", "is_floating_point"}
+_CONSTANT_FACTORIES = {"tensor", "zeros", "ones", "full", "scalar_tensor"}
 
 
 def place_of(x: Tensor, tensors: Sequence[Tensor]) -> int:
@@ -35,13 +35,13 @@ def place_of(x: Tensor, tensors: Sequence[Tensor]) -> int:
 class Tracer(TorchFunctionMode):
     """Records operations on the numbers of a pair; operations on captured tensors alone run.
 
-    ``kept``: whether the trace holds for every call whose captured tensors have the same layouts.
-    It does not if a number was computed from a captured tensor.
+    ``is_reusable``: whether the trace holds for all calls whose captured tensors have the same
+    layouts. It does not if a number was computed from the values of a captured tensor.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.graph, self.dtype, self.device, self.kept = Graph(), dtype, device, True
+        self.graph, self.dtype, self.device, self.is_reusable = Graph(), dtype, device, True
         self.floating: list[Tensor] = []  # captured tensors
         self.integers: list[Tensor] = []  # captured tensors of integers and booleans
         self.numbers: list[int] = []  # their sizes and strides, symbolic in a compiled function
@@ -64,40 +64,40 @@ class Tracer(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Record operations on recorders; run all others, and note if the trace may be kept."""
+        """Record operations on recorded values; run all others, and update ``is_reusable``."""
         kwargs = kwargs or {}
-        flat = [x for arg in (*args, *kwargs.values())
+        operands = [x for arg in (*args, *kwargs.values())
                 for x in (arg if isinstance(arg, (tuple, list)) else (arg,))]  # fmt: skip
-        if any(isinstance(x, Recorded) for x in flat):
+        if any(isinstance(x, Recorded) for x in operands):
             return self.record(name_of(func), args, kwargs)
         result = func(*args, **kwargs)
-        if not any(isinstance(x, Tensor) for x in flat):
-            constant = isinstance(result, Tensor) and name_of(func) in _MAKES_CONSTANT
-            if constant and result.is_cpu and result.dim() == 0 and not result.requires_grad:
+        if not any(isinstance(x, Tensor) for x in operands):
+            is_constant = isinstance(result, Tensor) and name_of(func) in _CONSTANT_FACTORIES
+            if is_constant and result.is_cpu and result.dim() == 0 and not result.requires_grad:
                 self._constants.append(result)
             elif isinstance(result, Tensor):
-                self.kept = False
-        elif isinstance(result, Tensor) or name_of(func) not in _LAYOUT:
-            self.kept = False
+                self.is_reusable = False
+        elif isinstance(result, Tensor) or name_of(func) not in _LAYOUT_READERS:
+            self.is_reusable = False
         return result
 
     def record(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Record an operation by its name; the result is a number, a row or a partial index."""
+        """Record an operation by its name; return a :class:`Number`, ``Row`` or ``Partial``."""
         if name == "getitem":
             x, index = args
             index = index if isinstance(index, tuple) else (index,)
-            return (x if isinstance(x, (Partial, Row)) else Partial(self, x, ())).at(index)
+            return (x if isinstance(x, (Partial, Row)) else Partial(self, x, ())).getitem(index)
         args = [Partial(self, x, ()) if isinstance(x, Tensor) and x.dim() else x for x in args]
-        rows = any(isinstance(x, (Partial, Row)) for x in args)
-        operation = (OF_ROWS if rows else {}).get(name) or OPERATIONS.get(name)
+        has_rows = any(isinstance(x, (Partial, Row)) for x in args)
+        operation = (OF_ROWS if has_rows else {}).get(name) or OPERATIONS.get(name)
         if operation is None:
             raise unsupported(f"{name}()")
         try:
-            if rows:
+            if has_rows:
                 args = [x.row() if isinstance(x, Partial) else x for x in args]
                 if name in OF_ROWS:
                     return operation(*args, **kwargs)
-                return Row.of(self, name, args, kwargs)
+                return Row.apply(self, name, args, kwargs)
             first, *others = args
             return operation(self.number(first), *others, **kwargs)
         except TypeError as error:
@@ -111,14 +111,14 @@ class Tracer(TorchFunctionMode):
         if isinstance(x, Tensor) and place_of(x, self._constants) >= 0:
             x = x.item()
         if isinstance(x, Tensor):
-            return Partial(self, x, ()).at(())
+            return Partial(self, x, ()).getitem(())
         if isinstance(x, bool):
             return Number(self, graph.integer(-int(x)), "b")
         if isinstance(x, int) and is_symbolic_number(x):
-            node = graph.add(Op.NUMBER, numbers=(self._number(x),))
+            node = graph.add(Op.NUMBER, numbers=(self._size_place(x),))
             return Number(self, node, "i").to_kind(kind or "i")
         if isinstance(x, int) and kind != "f":
-            if not -_INTEGERS <= x < _INTEGERS:
+            if not -_INT32_END <= x < _INT32_END:
                 raise unsupported(f"the number {x}", "which does not fit int32")
             return Number(self, graph.integer(x), "i")
         if isinstance(x, (int, float)):
@@ -126,37 +126,37 @@ class Tracer(TorchFunctionMode):
             return Number(self, graph.const(x.__float__()), "f")
         raise unsupported(f"{type(x).__name__}", "which is no number")
 
-    def gathered(self, x: Tensor, index: tuple[Number, ...]) -> Number:
+    def gather_element(self, x: Tensor, index: tuple[Number, ...]) -> Number:
         """Record an element of a captured tensor, whose index is computed for each pair."""
         if x.device != self.device:
             raise RuntimeError(
                 f"{OP}: score_mod must capture tensors on query's device {self.device}, "
                 f"got {x.device}"
             )
-        if x.is_complex() or not 0 < x.numel() < _INTEGERS:
+        if x.is_complex() or not 0 < x.numel() < _INT32_END:
             raise unsupported(f"a captured tensor of {x.dtype} and shape {tuple(x.shape)}")
-        floating, graph = x.is_floating_point(), self.graph
-        captured = self.floating if floating else self.integers
-        if (captured_as := place_of(x, captured)) < 0:
-            captured_as = len(captured)
+        is_floating, graph = x.is_floating_point(), self.graph
+        captured = self.floating if is_floating else self.integers
+        if (place := place_of(x, captured)) < 0:
+            place = len(captured)
             captured.append(x)
-        start = self._number(sum([each.numel() for each in captured[:captured_as]]))
-        flat, stride = graph.integer(0), x.numel()
+        start = self._size_place(sum([each.numel() for each in captured[:place]]))
+        flat_index, stride = graph.integer(0), x.numel()
         for dim, (n, size) in enumerate(zip(index, x.shape, strict=True)):
             stride //= size
-            numbers = self._number(size), self._number(stride)
+            numbers = self._size_place(size), self._size_place(stride)
             term = graph.add(Op.INDEX, n.node, numbers=numbers)
-            flat = graph.add(Op.IADD, flat, term) if dim else term
-        op = Op.GATHER if floating else Op.GATHER_INT
-        node = graph.add(op, flat, numbers=(start, self._number(x.numel())))
-        if floating:
-            graph.gathers[node] = Gather(captured_as, tuple([n.node for n in index]))
+            flat_index = graph.add(Op.IADD, flat_index, term) if dim else term
+        op = Op.GATHER if is_floating else Op.GATHER_INT
+        node = graph.add(op, flat_index, numbers=(start, self._size_place(x.numel())))
+        if is_floating:
+            graph.gathers[node] = Gather(place, tuple([n.node for n in index]))
             return Number(self, node, "f")
         element = Number(self, node, "i")
         return element.to_kind("b") if x.dtype is torch.bool else element
 
-    def _number(self, number: int) -> int:
-        """The place of a size or stride in the numbers of the program, which a call fills in."""
+    def _size_place(self, number: int) -> int:
+        """Return the place of a size or stride among the numbers that each call fills in."""
         if number not in self.numbers:
             self.numbers.append(number)
         return NAMED + self.numbers.index(number)

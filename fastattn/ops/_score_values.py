@@ -1,4 +1,4 @@
-"""What stands for tensors and numbers while a ``score_mod`` is traced."""
+"""The values that stand for tensors and numbers while a ``score_mod`` is traced."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 OP = "flex_attention"
 _LONGEST_ROW = 64
-# The modules that trace, and PyTorch: an error names the line that called them.
-_TRACING = (
+# The files of the tracer, and PyTorch: an error names the line of the code that called them.
+_TRACING_PATHS = (
     str(Path(__file__).parent / "_score_"),
     str(Path(torch.__file__).parent) + os.sep,
 )
 
 
 def unsupported(what: str, why: str = "which has no kernel") -> NotImplementedError:
-    """The error for an operation, with the line of the caller's code."""
+    """Return the error for an operation, with the line of the user's code that calls it."""
     frame: Any = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith(_TRACING):
+    while frame.f_back and frame.f_code.co_filename.startswith(_TRACING_PATHS):
         frame = frame.f_back
     where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     return NotImplementedError(f"{OP}: score_mod uses {what} in {where}, {why}")
@@ -38,34 +38,34 @@ def unsupported(what: str, why: str = "which has no kernel") -> NotImplementedEr
 
 @constant_for_compiler
 def name_of(function: Any) -> str:
-    """The name of a function of PyTorch, without the underscores of a special method."""
+    """Return the name of a function of PyTorch, without the underscores of a special method."""
     name: str = function.__name__
     return name.strip("_") if name.startswith("__") else name
 
 
 class Recorded:
-    """What stands for a tensor while a function is traced."""
+    """A value that stands for a tensor while a function is traced."""
 
     tracer: Tracer
 
     def __getattr__(self, name: str) -> Any:
-        """Any method of a tensor, which the tracer records."""
+        """Return any method of a tensor, as a function that the tracer records."""
         if not hasattr(Tensor, name):
             raise AttributeError(f"'Tensor' object has no attribute '{name}'")
         return lambda *args, **kwargs: self.tracer.record(name, (self, *args), kwargs)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        first = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Recorded))
-        return first.tracer.record(name_of(func), args, kwargs or {})
+        recorded = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Recorded))
+        return recorded.tracer.record(name_of(func), args, kwargs or {})
 
 
-def _recorded(name: str) -> Any:
+def _recording_method(name: str) -> Any:
     """A special method that the tracer records, such as ``__add__``."""
     return lambda self, *args: self.tracer.record(name.strip("_"), (self, *args), {})
 
 
-def _refused(name: str) -> Any:
+def _refusing_method(name: str) -> Any:
     """A special method that would need the value of a number, such as ``__bool__``."""
 
     def refuse(self: Recorded, *_: Any) -> Any:
@@ -78,9 +78,9 @@ for _name in (
     "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg abs "
     "eq ne lt le gt ge and rand or ror xor rxor invert pos lshift rshift matmul getitem"
 ).split():
-    setattr(Recorded, f"__{_name}__", _recorded(f"__{_name}__"))
+    setattr(Recorded, f"__{_name}__", _recording_method(f"__{_name}__"))
 for _name in "bool int float index len iter".split():
-    setattr(Recorded, f"__{_name}__", _refused(_name))
+    setattr(Recorded, f"__{_name}__", _refusing_method(_name))
 Recorded.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
@@ -90,7 +90,7 @@ class Partial(Recorded):
     def __init__(self, tracer: Tracer, tensor: Tensor, index: tuple[Number, ...]) -> None:
         self.tracer, self.tensor, self.index = tracer, tensor, index
 
-    def at(self, index: tuple[Any, ...]) -> Any:
+    def getitem(self, index: tuple[Any, ...]) -> Any:
         """Index more dimensions: a number once all are indexed, else a :class:`Partial`."""
         dims, tracer = self.tensor.dim(), self.tracer
         if index and index[0] is ...:
@@ -100,49 +100,54 @@ class Partial(Recorded):
             raise unsupported("another index", "which must be integers, one a dimension")
         if len(indices) < dims:
             return Partial(tracer, self.tensor, indices)
-        return tracer.gathered(self.tensor, indices)
+        return tracer.gather_element(self.tensor, indices)
 
     @property
     def shape(self) -> torch.Size:
         return self.tensor.shape[len(self.index) :]
 
     def row(self) -> Row:
-        """The last dimension as numbers, if it is the only one left and short."""
+        """Return the last dimension as a :class:`Row`, if it is the only one left and short."""
         if len(self.shape) != 1 or not 0 < self.shape[0] <= _LONGEST_ROW:
             raise unsupported(
                 f"a part of shape {tuple(self.shape)} of a captured tensor",
                 f"but only elements and rows of at most {_LONGEST_ROW} of them are numbers",
             )
-        return Row(self.tracer, self.shape[0], lambda n: self.at((n,)))
+        return Row(self.tracer, self.shape[0], lambda n: self.getitem((n,)))
 
 
 class Row(Recorded):
-    """A short row of a captured tensor, or what is computed from rows element by element."""
+    """A short row of a captured tensor, or the result of an operation on elements of rows.
+
+    ``element(n)`` records element n: only when it is used, so that few elements are live at a time.
+    """
 
     def __init__(self, tracer: Tracer, size: int, element: Callable[[int], Any]) -> None:
         self.tracer, self.shape, self.element = tracer, torch.Size((size,)), element
 
     @classmethod
-    def of(cls, tracer: Tracer, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Row:
-        """The operation ``name`` on each element; rows of one element are broadcast."""
+    def apply(cls, tracer: Tracer, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Row:
+        """Return the results of ``OPERATIONS[name]`` on each element; rows of one are broadcast."""
         sizes = sorted({x.shape[0] for x in args if isinstance(x, Row)} - {1}) or [1]
         if len(sizes) > 1:
             raise TypeError(f"rows of {sizes} elements do not match")
 
         def element(n: int) -> Any:
-            """Record element n. Each is recorded where it is used, so that few are alive."""
-            each = [x.at((n if x.shape[0] > 1 else 0,)) if isinstance(x, Row) else x for x in args]
-            return tracer.record(name, each, kwargs)
+            """Record the operation on element n of each row."""
+            inputs = [
+                x.element(n if x.shape[0] > 1 else 0) if isinstance(x, Row) else x for x in args
+            ]
+            return tracer.record(name, inputs, kwargs)
 
         return cls(tracer, sizes[0], element)
 
-    def at(self, index: tuple[Any, ...]) -> Any:
-        """One element, by a Python integer."""
+    def getitem(self, index: tuple[Any, ...]) -> Any:
+        """Return one element, by a Python integer."""
         if len(index) != 1 or not isinstance(index[0], int):
             raise unsupported("another index of a row", "which must be a number")
         return self.element(range(self.shape[0])[index[0]])
 
-    def reduced(self, combine: Callable[[Any, Any], Any], dim: Any = -1, **named: Any) -> Any:
+    def reduce(self, combine: Callable[[Any, Any], Any], dim: Any = -1, **named: Any) -> Any:
         """Combine all elements from the first to the last, such as their sum."""
         if named or not (dim is None or (isinstance(dim, int) and dim in (-1, 0))):
             raise TypeError("of a row, whose dim is -1 or 0")
@@ -150,7 +155,7 @@ class Row(Recorded):
 
 
 class Number(Recorded):
-    """A number that each pair of query and key has: a node of the graph.
+    """A number with a value for each pair of query and key: a node of the graph.
 
     Its ``kind`` is "f" (floating), "i" (integer) or "b" (boolean).
     """
@@ -169,16 +174,16 @@ class Number(Recorded):
         return self.tracer.device
 
     def add_node(self, op: Op, *others: Number, kind: str | None = None) -> Number:
-        """The result of an operation on this number and others, by default of the same kind."""
+        """Record an operation on this number and others; the result has this kind, or ``kind``."""
         node = self.tracer.graph.add(op, self.node, *(x.node for x in others))
         return Number(self.tracer, node, kind or self.kind)
 
     def like(self, number: float) -> Number:
-        """A constant of the same kind."""
+        """Return a constant of the same kind."""
         return self.tracer.number(number, "f" if self.kind == "f" else None)
 
     def to_kind(self, kind: str) -> Number:
-        """The number converted to a kind, as PyTorch converts dtypes."""
+        """Convert the number to a kind, as PyTorch converts dtypes."""
         if kind == self.kind:
             return self
         if kind == "b":

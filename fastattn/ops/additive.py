@@ -90,7 +90,7 @@ def additive_attention(
     tensors = (query, key, value, v, bias, attn_mask, key_padding_mask)
     signature, plan = plans.find(tensors, dropout_p, is_causal, need_weights)
     if plan is not None:
-        mask = _combined(attn_mask, key_padding_mask)
+        mask = _combine_masks(attn_mask, key_padding_mask)
         seed = draw_seed(query.device) if dropout_p else None
         run = plan.all if need_weights else plan.first
         return run((query, key, value, v, bias, mask, seed))
@@ -98,36 +98,39 @@ def additive_attention(
     if query is not call[0]:  # a query without a batch has no plan
         signature = None
     call = with_seed(operator, call)
-    plan = plans.keep(signature, operator, call, tensors[:5], tensors)
+    plan = plans.keep(signature, operator, call, originals=tensors[:5], inputs=tensors)
     out, weights = operator(*call) if plan is None else plan.all(call[:-1], call[-1])
     if query.ndim == 2:
         out, weights = out[0], weights[0] if need_weights else weights
     return (out, weights) if need_weights else out
 
 
-def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
-    """Validate; return the operator and its arguments, except the seed."""
-    attn_mask, key_padding_mask, dropout_p, is_causal, need_weights = args[5:]
-    tensors: tuple[Any, ...] = args[: 4 if args.bias is None else 5]
+def _validate(args: Any) -> tuple[Operator, tuple[Any, ...]]:
+    """Validate the named arguments; return the operator and its arguments, without a seed."""
+    attn_mask, key_padding_mask = args.attn_mask, args.key_padding_mask
+    tensors: tuple[Any, ...] = (args.query, args.key, args.value, args.v)
+    if args.bias is not None:
+        tensors = (*tensors, args.bias)
     _check_tensors(tensors)
-    checks.check_bool(f"{_NAME}: is_causal", is_causal)
-    checks.check_bool(f"{_NAME}: need_weights", need_weights)
-    dropout_p = _check_probability(dropout_p)
+    checks.check_bool(f"{_NAME}: is_causal", args.is_causal)
+    checks.check_bool(f"{_NAME}: need_weights", args.need_weights)
+    dropout_p = _check_probability(args.dropout_p)
     tensors = checks.autocast(*tensors)
     _check_dtypes(tensors)
     _check_shapes(*tensors)
-    query, key, value, v, *more = tensors
+    query, key, value, v, *optional_bias = tensors
+    bias = optional_bias[0] if optional_bias else None
     batched = query.dim() == 3
     if not batched:
         query, key, value = (x.unsqueeze(0) for x in (query, key, value))
-    mask = None
+    mask = seed = None  # the seed is drawn later, see with_seed
     if attn_mask is not None or key_padding_mask is not None:
-        mask = _mask(attn_mask, key_padding_mask, query, key, batched)
-    options = AdditiveOptions(causal=is_causal, dropout_p=dropout_p, weights=need_weights)
-    return additive, (query, key, value, v, more[0] if more else None, mask, None, options)
+        mask = _fold_masks(attn_mask, key_padding_mask, query, key, batched)
+    options = AdditiveOptions(causal=args.is_causal, dropout_p=dropout_p, weights=args.need_weights)
+    return additive, (query, key, value, v, bias, mask, seed, options)
 
 
-prepare = with_arguments_of(additive_attention, _prepare)
+prepare = with_arguments_of(additive_attention, _validate)
 
 
 # --- validation ------------------------------------------------------------------------------
@@ -177,8 +180,10 @@ def _check_probability(p: Any) -> float:
     return float(p)
 
 
-def _mask(attn_mask: Any, padding: Any, query: Tensor, key: Tensor, batched: bool) -> Tensor | None:
-    """Both masks combined: [B|1, Tq|1, Tk|1], True or finite takes part."""
+def _fold_masks(
+    attn_mask: Any, padding: Any, query: Tensor, key: Tensor, batched: bool
+) -> Tensor | None:
+    """Check both masks, and return them as one [B|1, Tq|1, Tk|1]: True or finite takes part."""
     if padding is not None:
         shape = key.shape[:2] if batched else key.shape[1:2]
         _check_mask("key_padding_mask", padding, query, (torch.bool,))
@@ -190,7 +195,7 @@ def _mask(attn_mask: Any, padding: Any, query: Tensor, key: Tensor, batched: boo
         if not batched:
             padding = padding[None]
     if attn_mask is None:
-        return _combined(None, padding)
+        return _combine_masks(None, padding)
     attn_mask = checks.as_stored_mask(_NAME, attn_mask, query.device)
     if isinstance(attn_mask, Tensor):
         attn_mask = checks.autocast_bias(attn_mask)
@@ -201,11 +206,11 @@ def _mask(attn_mask: Any, padding: Any, query: Tensor, key: Tensor, batched: boo
             f"{_NAME}: attn_mask must be broadcastable to the scores {tuple(scores)}, "
             f"got {shape_of(attn_mask)}"
         )
-    return _combined(attn_mask, padding)
+    return _combine_masks(attn_mask, padding)
 
 
-def _combined(attn_mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
-    """The mask [B|1, Tq|1, Tk|1] of both: True or finite takes part. ``padding`` is [B, Tk]."""
+def _combine_masks(attn_mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
+    """Return one mask [B|1, Tq|1, Tk|1]: True or finite takes part. ``padding`` is [B, Tk]."""
     if padding is not None:
         padding = padding[:, None]
     if attn_mask is None:
@@ -233,9 +238,11 @@ def _check_mask(name: str, mask: Any, query: Tensor, dtypes: Sequence[torch.dtyp
 # --- the operator -----------------------------------------------------------------------------
 
 
-def _pairs(query: Tensor, key: Tensor, *rest: Any) -> int:
-    window = (0, -1, 0) if rest[-1].causal else ()
-    return query.shape[0] * visible_pairs(query.shape[1], key.shape[1], *window)
+def _count_pairs(query: Tensor, key: Tensor, *others: Any) -> int:
+    """Count the pairs of a query and a key that ``is_causal`` leaves; masks are not read."""
+    *_, options = others
+    keys_after = 0 if options.causal else -1
+    return query.shape[0] * visible_pairs(query.shape[1], key.shape[1], right=keys_after)
 
 
 additive = Operator(
@@ -249,6 +256,6 @@ additive = Operator(
         gives="query key value v bias attn_mask",
         options=AdditiveBackwardOptions,
     ),
-    flops=flops_of_pairs(_pairs, additive_flops),
+    flops=flops_of_pairs(_count_pairs, additive_flops),
     checked_by=("cpu",),
 )

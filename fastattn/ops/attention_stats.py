@@ -19,9 +19,9 @@ _OP = "attention_stats"
 # The number of queries whose weights are in memory at once. It is a constant, so the order of the
 # sums over queries does not depend on the batch.
 _BLOCK = 64
-# The number of weights whose logarithms are in memory at once. Larger results would be fresh pages
+# The number of weights whose logarithms are in memory at once. A larger result would be new memory
 # in each call, whose page faults cost more than the logarithms.
-_IN_CACHE = 1 << 20
+_MAX_LOGARITHMS = 1 << 20
 
 
 class AttentionStats(NamedTuple):
@@ -97,37 +97,37 @@ def attention_stats(
         *(window, softcap, alibi_slopes, causal_alignment),
     )
     batch, heads, q_len, _ = args[0].shape
-    chosen = [n % q_len for n in rows]
+    row_indices = [n % q_len for n in rows]
     results: dict[str, Tensor] = {}
 
-    def put(name: str, begin: int, block: Tensor) -> None:
+    def write_block(name: str, begin: int, block: Tensor) -> None:
         """Write the result of a block of queries into the whole result, [B, Hq, Lq, ...]."""
         # No list to concatenate: live parts would fragment the memory that blocks free.
         if name not in results:
             results[name] = block.new_empty((batch, heads, q_len, *block.shape[3:]))
         results[name][:, :, begin : begin + block.shape[2]] = block
 
-    sums, of_rows = None, {}
-    for begin, lse, w in _blocks(operator, args):
-        put("lse", begin, lse.to(w.dtype))
+    column_totals, row_weights = None, {}
+    for begin, lse, w in _run_blocks(operator, args):
+        write_block("lse", begin, lse.to(w.dtype))
         if column_sums:
-            sums = w.sum(2) if sums is None else sums + w.sum(2)
+            column_totals = w.sum(2) if column_totals is None else column_totals + w.sum(2)
         if entropy:
-            put("entropy", begin, _entropy(w))
+            write_block("entropy", begin, _entropy(w))
         if top_k:
             largest = w.topk(top_k, dim=-1)
-            put("top_values", begin, largest.values)
-            put("top_indices", begin, largest.indices)
-        for n in chosen:
+            write_block("top_values", begin, largest.values)
+            write_block("top_indices", begin, largest.indices)
+        for n in row_indices:
             if begin <= n < begin + w.shape[2]:
-                of_rows[n] = w[:, :, n - begin].clone()  # a view would keep the whole block alive
+                row_weights[n] = w[:, :, n - begin].clone()  # no view, which keeps the whole block
     return AttentionStats(
         results["lse"],
-        sums if column_sums else None,
+        column_totals if column_sums else None,
         results.get("entropy"),
         results.get("top_values"),
         results.get("top_indices"),
-        torch.stack([of_rows[n] for n in chosen], 2) if chosen else None,
+        torch.stack([row_weights[n] for n in row_indices], 2) if row_indices else None,
     )
 
 
@@ -137,18 +137,18 @@ def _entropy(weights: Tensor) -> Tensor:
     `torch.special.entr` takes the logarithms on the CPU one by one; `log` takes whole vectors.
     """
     smallest = torch.finfo(weights.dtype).tiny
-    heads = max(1, _IN_CACHE // max(1, weights[:, :1].numel()))
+    heads = max(1, _MAX_LOGARITHMS // max(1, weights[:, :1].numel()))
     parts = (0 - (w.clamp_min(smallest).log() * w).sum(-1) for w in weights.split(heads, 1))
     return torch.cat(tuple(parts), 1)
 
 
-_OF_ATTENTION = "is_causal scale enable_gqa window softcap alibi_slopes causal_alignment".split()
+_SHARED_OPTIONS = "is_causal scale enable_gqa window softcap alibi_slopes causal_alignment".split()
 
 
-def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
-    """Validate, and return attention's operator and its arguments, with the weights."""
+def _validate(args: Any) -> tuple[Operator, tuple[Any, ...]]:
+    """Validate the named arguments; return attention's operator and its arguments, for weights."""
     query, key, attn_mask, top_k, rows = args.query, args.key, args.attn_mask, args.top_k, args.rows
-    options = {name: getattr(args, name) for name in _OF_ATTENTION}
+    options = {name: getattr(args, name) for name in _SHARED_OPTIONS}
     for name, x in (("query", query), ("key", key)):
         if isinstance(x, Tensor) and (x.is_nested or x.layout is not torch.strided):
             raise checks.not_dense(_OP, name, x)
@@ -168,8 +168,8 @@ def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
     # One column of the keys serves as the value: the weights are the same, at the lowest cost.
     value = key[..., :1] if isinstance(key, Tensor) else key
     # The weights are exact, even where autocast would round query and key.
-    device = query.device.type if isinstance(query, Tensor) else "cpu"
-    with without_autocast(device):
+    device_type = query.device.type if isinstance(query, Tensor) else "cpu"
+    with without_autocast(device_type):
         operator, call, _ = sdpa.prepare(query, key, value, attn_mask, need_weights=True, **options)
     q_len, k_len = call[0].shape[2], call[1].shape[2]
     if not 0 <= top_k <= k_len:
@@ -180,20 +180,21 @@ def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
     return operator, call
 
 
-prepare = with_arguments_of(attention_stats, _prepare)
+prepare = with_arguments_of(attention_stats, _validate)
 
 
-def _blocks(operator: Operator, args: tuple[Any, ...]) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield (first query, lse [B, Hq, n], weights [B, Hq, n, Lk]) for each block of queries."""
+def _run_blocks(operator: Operator, args: tuple[Any, ...]) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield (first query, lse [B, Hq, n], weights [B, Hq, n, Lk]) for each block of n queries."""
     query, key, value, mask, *others, options = args
-    if options.offset is None:  # it follows from the number of all queries, unknown to a block
+    if options.offset is None:  # a trace computes it from the number of queries, here of a block
         raise RuntimeError(
             f"{_OP}: torch.jit.trace would keep the lengths of this call with "
             "causal_alignment='bottom_right': use torch.export or torch.compile"
         )
     for begin in range(0, max(query.shape[2], 1), _BLOCK):  # without queries, one empty block
         end = min(begin + _BLOCK, query.shape[2])
-        here = mask[:, :, begin:end] if mask is not None and mask.shape[2] != 1 else mask
-        some = replace(options, offset=options.offset + begin)
-        _, lse, weights = operator(query[:, :, begin:end], key, value, here, *others, some)
+        block_mask = mask[:, :, begin:end] if mask is not None and mask.shape[2] != 1 else mask
+        block_options = replace(options, offset=options.offset + begin)
+        queries = query[:, :, begin:end]
+        _, lse, weights = operator(queries, key, value, block_mask, *others, block_options)
         yield begin, lse, weights

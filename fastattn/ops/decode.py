@@ -15,9 +15,9 @@ from fastattn.call import Plan, Plans, with_arguments_of
 from fastattn.checks import default_scale
 from fastattn.compat import runs_eagerly
 from fastattn.library import Operator
-from fastattn.ops._append import append, check_memory, check_new, check_rotary, outside
-from fastattn.ops._quantised import check_rotated, check_scales
-from fastattn.ops._relative_bias import fold_distances, largest, split_bias
+from fastattn.ops._append import append, check_new_rows, check_rotary, check_strides, copy_overlaps
+from fastattn.ops._quantised import check_rotation, check_scales
+from fastattn.ops._relative_bias import fold_distances, split_bias, traced_max
 
 _OP = "decode_attention"
 plans = Plans(rows=3)
@@ -152,72 +152,72 @@ def decode_attention(
         *(block_table, cache_batch_idx, cache_leftpad, alibi_slopes, sinks),
         *(key_scales, value_scales, rotary_cos, rotary_sin, rotary_positions),
     )
-    kind, signed = None, (*tensors, *tables)
-    if type(cache_seqlens) is int:  # it changes from call to call: checked each time
-        kind, signed = "int", (*signed[:3], None, *signed[4:])
-    flags = (is_causal, scale, window, softcap, rotary_interleaved, layout, return_lse)
-    signature, plan = plans.find(signed, kind, mask is None, *flags, *bias_kind)
-    others = (relative_bias, mask, rotary_interleaved, layout, return_lse)
+    length_kind, signed_tensors = None, (*tensors, *tables)
+    if type(cache_seqlens) is int:  # its value changes from call to call, so it is not signed
+        length_kind, signed_tensors = "int", (*signed_tensors[:3], None, *signed_tensors[4:])
+    options = (is_causal, scale, window, softcap, rotary_interleaved, layout, return_lse)
+    signature, plan = plans.find(signed_tensors, length_kind, mask is None, *options, *bias_kind)
+    plan_arguments = (relative_bias, mask, rotary_interleaved, layout, return_lse)
     if plan is not None:
         try:
-            return _planned(plan, tensors, *others)
-        except ValueError:  # the complete path raises a message that names the argument
+            return _run_plan(plan, tensors, *plan_arguments)
+        except ValueError:  # the complete path, see fastattn.call, raises a better message
             pass
-    operator, call, new_rows = prepare(
+    operator, arguments, append_call = prepare(
         *(query, key_cache, value_cache, cache_seqlens, key, value, key_scales, value_scales),
         *(block_table, cache_batch_idx, cache_leftpad, is_causal, scale, window, softcap),
         *(alibi_slopes, sinks, relative_bias, mask, rotary_cos, rotary_sin, rotary_interleaved),
         *(rotary_positions, layout, return_lse),
     )
     if signature is not None:
-        plan = _keep(signature, (*tensors, *tables), call, new_rows)
-    if new_rows is not None:
+        plan = _keep_plan(signature, (*tensors, *tables), arguments, append_call)
+    if append_call is not None:
         if compat.exports_onnx():
             raise compat.not_in_onnx(_OP, "it writes to its cache")
         if not torch.compiler.is_compiling() and dispatch.forced.get():
-            operator.choose(call)  # raises before anything is written
-        rotated = append(*new_rows)
-        call = call if rotated is None else (rotated, *call[1:])
-    results = operator(*call) if plan is None else plan.all(call[:-1], call[-1])
-    return _returned(results, layout, return_lse)
+            operator.choose(arguments)  # raises before anything is written
+        rotated = append(*append_call)
+        arguments = arguments if rotated is None else (rotated, *arguments[1:])
+    results = operator(*arguments) if plan is None else plan.all(arguments[:-1], arguments[-1])
+    return _public_results(results, layout, return_lse)
 
 
-def _keep(
+def _keep_plan(
     signature: bytes,
     tensors: tuple[Any, ...],  # of the public call
     call: tuple[Any, ...],  # the operator's arguments
-    new_rows: tuple[Any, ...] | None,  # the arguments of append(), or None
+    append_call: tuple[Any, ...] | None,  # the arguments of append(), or None
 ) -> Plan | None:
-    """Keep and return the plan of a call that the complete path prepared."""
-    query, key_cache, value_cache, _, _, _, table, entries, leftpad, slopes, sinks, *scales = (
-        tensors
-    )
+    """Keep and return the plan of a call, for later calls with its signature, or return None."""
+    query, key_cache, value_cache, _, _, _, block_table, *others = tensors
+    entries, leftpad, slopes, sinks, key_scales, value_scales, *_ = others
     if compat.any_requires_grad(*tensors):
         return None
-    if new_rows is not None:
+    if append_call is not None:
         if entries is not None:  # each call must check that it names no entry twice
             return None
-        if dispatch.choose("append_to_cache", *new_rows) != "cpu":
+        if dispatch.choose("append_to_cache", *append_call) != "cpu":
             return None
-    biases = (slopes, sinks, None, None, leftpad, *scales[:2])
-    in_order = (query, key_cache, value_cache, None, table, entries, *biases)
-    return plans.keep(signature, decode, call, in_order)
+    # None is for a tensor that _run_plan makes for each call.
+    biases = (slopes, sinks, None, None, leftpad, key_scales, value_scales)
+    originals = (query, key_cache, value_cache, None, block_table, entries, *biases)
+    return plans.keep(signature, decode, call, originals)
 
 
-def _planned(
+def _run_plan(
     plan: Plan,
-    tensors: tuple[Any, ...],  # as decode_attention signs them
+    tensors: tuple[Any, ...],  # in the order in which decode_attention signs them
     relative_bias: Tensor | T5 | None,
     mask: masks.Mask | None,
     rotary_interleaved: bool,
     layout: str,
     return_lse: bool,
 ) -> Any:
-    """The results of a call by its plan."""
+    """Run a call by its plan; return what :func:`decode_attention` returns."""
     query, key_cache, value_cache, cache_seqlens, key, value, block_table, *others = tensors
-    entries, leftpad, slopes, sinks, key_scales, value_scales, *others = others
-    rotary_cos, rotary_sin, rotary_positions = others
-    table = program = None
+    entries, leftpad, slopes, sinks, key_scales, value_scales, *rotary_tables = others
+    rotary_cos, rotary_sin, positions = rotary_tables
+    bias_table = mask_program = None
     scales = (key_scales, value_scales)
     if key_scales is not None:
         caches = (key_cache, value_cache, layout, key, value)
@@ -235,22 +235,22 @@ def _planned(
         length = min(max(length, -1), 2**62)
         lengths = torch.full((query.shape[0],), length, dtype=torch.int64, device="cpu")
     added = 0 if key is None else key.shape[2]
-    after = lengths + added if added else lengths
-    if relative_bias is not None or mask is not None:  # their errors precede the append
-        checked_lengths(lengths, query.shape[0], capacity, added, query.device)
+    new_lengths = lengths + added if added else lengths
+    if relative_bias is not None or mask is not None:  # errors are raised before the append
+        check_lengths(lengths, query.shape[0], capacity, added, query.device)
         if relative_bias is not None:
-            table = fold_table(relative_bias, query, after, capacity)
+            bias_table = fold_table(relative_bias, query, new_lengths, capacity)
         if mask is not None:
-            program = masks.cache_program(_OP, mask, query, capacity, after)
+            mask_program = masks.cache_program(_OP, mask, query, capacity, new_lengths)
     if key is not None and value is not None:
         if 0 in key_cache.stride() or 0 in value_cache.stride():
-            check_memory(key_cache=key_cache, value_cache=value_cache)
-        key, value = outside((key, value), (key_cache, value_cache))
+            check_strides(key_cache=key_cache, value_cache=value_cache)
+        key, value = copy_overlaps((key, value), (key_cache, value_cache))
         rotary: tuple[Tensor | None, ...] = (None,) * 4
         options = _NOT_ROTATED
         if rotary_cos is not None:
-            own, new = (rotary_positions, rotary_interleaved, query), (key, value)
-            rotary = check_rotary(rotary_cos, rotary_sin, *own, new, lengths)
+            new_rows, flag = (key, value), rotary_interleaved
+            rotary = check_rotary(rotary_cos, rotary_sin, positions, flag, query, new_rows, lengths)
             options = AppendOptions(rotary_interleaved)
         call = (key_cache, value_cache, key, value, lengths, block_table, entries, *rotary)
         cpu: Any = dispatch.load("cpu")
@@ -259,13 +259,13 @@ def _planned(
         written = (key_cache, value_cache, *scales)
         torch.autograd.graph.increment_version([x for x in written if x is not None])
     slopes, sinks = (x[None] if x is not None and x.dim() == 1 else x for x in (slopes, sinks))
-    biases = (slopes, sinks, table, program, leftpad, *scales)
-    results = plan.all((query, key_cache, value_cache, after, block_table, entries, *biases))
-    return _returned(results, layout, return_lse)
+    biases = (slopes, sinks, bias_table, mask_program, leftpad, *scales)
+    results = plan.all((query, key_cache, value_cache, new_lengths, block_table, entries, *biases))
+    return _public_results(results, layout, return_lse)
 
 
-def _returned(results: tuple[Tensor, Tensor], layout: str, return_lse: bool) -> Any:
-    """The results of the public function."""
+def _public_results(results: tuple[Tensor, Tensor], layout: str, return_lse: bool) -> Any:
+    """Convert the results of the operator to those of :func:`decode_attention`."""
     out, lse = results
     out = out.transpose(1, 2) if layout == "bnhd" else out
     if not return_lse:
@@ -273,8 +273,11 @@ def _returned(results: tuple[Tensor, Tensor], layout: str, return_lse: bool) -> 
     return out, lse if out.dtype is torch.float64 else lse.float()
 
 
-def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...] | None]:
-    """Validate; return the operator, its arguments, and the arguments of append() or None."""
+def _validate(args: Any) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...] | None]:
+    """Validate the named arguments of :func:`decode_attention`.
+
+    Return the operator, its arguments, and the arguments of ``append``, or None without new rows.
+    """
     query, key_cache, value_cache = args.query, args.key_cache, args.value_cache
     key, value, layout = args.key, args.value, args.layout
     if layout not in _LAYOUTS:
@@ -295,7 +298,7 @@ def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...] | No
             )
     checks.check_dtypes(_OP, query, query, query)
     if key is not None:
-        check_memory(key_cache=key_cache, value_cache=value_cache)
+        check_strides(key_cache=key_cache, value_cache=value_cache)
     scales, caches = (args.key_scales, args.value_scales), (key_cache, value_cache)
     if any(x is not None for x in scales) or any(x.dtype in QUANTISED for x in caches):
         scales = check_scales(*scales, *caches, layout, key, value)
@@ -306,18 +309,18 @@ def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...] | No
     query, key_cache, value_cache = (
         operands[name] for name in ("query", "key_cache", "value_cache")
     )
-    new = (operands["key"], operands["value"]) if "key" in operands else None
+    new_rows = (operands["key"], operands["value"]) if "key" in operands else None
     checks.check_widths(_OP, query, key_cache)
-    checks.check_heads(_OP, query, key_cache, value_cache, 1)
+    checks.check_heads(_OP, query, key_cache, value_cache, dim=1)
     if key_cache.shape[::2] != value_cache.shape[::2]:
         raise ValueError(
             f"{_OP}: key_cache and value_cache must have the same entries and lengths, "
             f"got shapes {tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
         )
-    if new is not None:
-        check_new(*new, query, key_cache, value_cache, args.cache_seqlens)
-        if runs_eagerly(*new, key_cache, value_cache):
-            new = outside(new, (key_cache, value_cache))
+    if new_rows is not None:
+        check_new_rows(*new_rows, query, key_cache, value_cache, args.cache_seqlens)
+        if runs_eagerly(*new_rows, key_cache, value_cache):
+            new_rows = copy_overlaps(new_rows, (key_cache, value_cache))
 
     batch, device = query.shape[0], query.device
     block_table, cache_batch_idx = args.block_table, args.cache_batch_idx
@@ -337,64 +340,64 @@ def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...], tuple[Any, ...] | No
         name = "cache_batch_idx"
         entries = checks.check_integers(_OP, name, cache_batch_idx, "[B]", 1, device)
         _check_batch(name, entries, batch)
-        if new is not None and entries.is_cpu and runs_eagerly(entries):
-            twice = [n for n in set(entries.tolist()) if (entries == n).sum() > 1]
-            if twice:
+        if new_rows is not None and entries.is_cpu and runs_eagerly(entries):
+            repeated = [n for n in set(entries.tolist()) if (entries == n).sum() > 1]
+            if repeated:
                 raise ValueError(
                     f"{_OP}: {name} must not name an entry twice where rows are appended, got "
-                    f"entry {twice[0]} for several sequences"
+                    f"entry {repeated[0]} for several sequences"
                 )
     elif key_cache.shape[0] != batch:
         raise ValueError(
             f"{_OP}: key_cache must have an entry for each of the {batch} sequences, unless "
             f"cache_batch_idx assigns entries to them; got {key_cache.shape[0]} entries"
         )
-    added = 0 if new is None else new[0].shape[2]
-    pages = None if table is None else (table.shape[1], key_cache.shape[2])
-    lengths = checked_lengths(args.cache_seqlens, batch, capacity, added, device, pages)
+    added = 0 if new_rows is None else new_rows[0].shape[2]
+    page_sizes = None if table is None else (table.shape[1], key_cache.shape[2])
+    lengths = check_lengths(args.cache_seqlens, batch, capacity, added, device, page_sizes)
     leftpad, slopes, sinks = args.cache_leftpad, args.alibi_slopes, args.sinks
     if leftpad is not None:
-        leftpad = _checked_padding(leftpad, lengths)
+        leftpad = _check_padding(leftpad, lengths)
     if slopes is not None:
         slopes = checks.fold_slopes(_OP, slopes, query, query.shape[1], batch)
     if sinks is not None:
         checks.check_constant(_OP, "sinks", sinks)
         sinks = checks.check_sinks(_OP, sinks, query, query.shape[1])
-    of_scores = (args.scale, args.softcap, args.window, args.is_causal)
-    scores = checks.score_options(_OP, query, *of_scores)
+    score_arguments = (args.scale, args.softcap, args.window, args.is_causal)
+    scores = checks.score_options(_OP, query, *score_arguments)
     tables = (args.rotary_cos, args.rotary_sin, args.rotary_positions)
-    rotary = check_rotary(*tables, args.rotary_interleaved, query, new, lengths)
-    new_rows = None
-    if new is not None:
+    rotary = check_rotary(*tables, args.rotary_interleaved, query, new_rows, lengths)
+    append_call = None
+    if new_rows is not None:
         if args.rotary_cos is not None and scales[0] is not None:
-            check_rotated(*scales)
-        where = (lengths, table, entries)
-        tensors = (key_cache, value_cache, *new, *where, *rotary, *scales, leftpad)
+            check_rotation(*scales)
+        row_places = (lengths, table, entries)
+        tensors = (key_cache, value_cache, *new_rows, *row_places, *rotary, *scales, leftpad)
         interleaved = args.rotary_interleaved and args.rotary_cos is not None
-        new_rows = (tensors, AppendOptions(interleaved))
+        append_call = (tensors, AppendOptions(interleaved))
         lengths = lengths + added
-    of_distances = mask_program = None
+    distance_table = mask_program = None
     if args.relative_bias is not None:
-        of_distances = fold_table(args.relative_bias, query, lengths, capacity)
+        distance_table = fold_table(args.relative_bias, query, lengths, capacity)
     if args.mask is not None:
         mask_program = masks.cache_program(_OP, args.mask, query, capacity, lengths)
-    biases = (slopes, sinks, of_distances, mask_program, leftpad, *scales)
+    biases = (slopes, sinks, distance_table, mask_program, leftpad, *scales)
     tensors = (query, key_cache, value_cache, lengths, table, entries, *biases)
-    return decode, (*tensors, DecodeOptions(**scores)), new_rows
+    return decode, (*tensors, DecodeOptions(**scores)), append_call
 
 
-prepare = with_arguments_of(decode_attention, _prepare)
+prepare = with_arguments_of(decode_attention, _validate)
 
 
 def fold_table(bias: Any, query: Tensor, lengths: Tensor, capacity: int) -> Tensor:
-    """The table of distances, [1, Hq, 2 M + 1], for the longest sequence."""
+    """Return the table of distances, [1, Hq, 2 M + 1], for the longest sequence."""
     checks.check_constant(_OP, "relative_bias", bias.table if isinstance(bias, T5) else bias)
     q_len = query.shape[2]
     if not (lengths.is_cpu and runs_eagerly(lengths)):
-        return fold_distances(_OP, bias, query, largest(capacity, q_len, 1) - 1)
+        return fold_distances(_OP, bias, query, traced_max(capacity, q_len, 1) - 1)
     longest = int(lengths.max()) if lengths.shape[0] else 0
-    of = f"{q_len} queries and {longest} keys"
-    return fold_distances(_OP, bias, query, max(longest, q_len, 1) - 1, (of,))
+    lengths_text = f"{q_len} queries and {longest} keys"
+    return fold_distances(_OP, bias, query, max(longest, q_len, 1) - 1, (lengths_text,))
 
 
 def _check_batch(name: str, x: Tensor, batch: int) -> None:
@@ -404,7 +407,7 @@ def _check_batch(name: str, x: Tensor, batch: int) -> None:
         )
 
 
-def checked_lengths(
+def check_lengths(
     lengths: Any,
     batch: int,
     capacity: int,
@@ -412,24 +415,24 @@ def checked_lengths(
     device: torch.device,
     pages: tuple[int, int] | None = None,  # pages per row of the block table, and keys per page
 ) -> Tensor:
-    """How many keys each sequence has before the call, [B] int64."""
+    """Check ``cache_seqlens``; return the length of each sequence before the call, [B] int64."""
     if lengths is None:
         lengths = capacity
     if isinstance(lengths, (int, torch.SymInt)) and not isinstance(lengths, bool):
         if not 0 <= lengths <= capacity - added:
-            raise _wrong_length(lengths, capacity, added, pages)
+            raise _length_error(lengths, capacity, added, pages)
         return torch.full((batch,), lengths, dtype=torch.int64, device=device)  # type: ignore[arg-type]
     lengths = checks.check_integers(_OP, "cache_seqlens", lengths, "[B] or an int", 1, device)
     _check_batch("cache_seqlens", lengths, batch)
     if lengths.is_cpu and runs_eagerly(lengths):
         for length in lengths.tolist():
             if not 0 <= length <= capacity - added:
-                raise _wrong_length(length, capacity, added, pages)
+                raise _length_error(length, capacity, added, pages)
     return lengths
 
 
-def _checked_padding(cache_leftpad: Any, lengths: Tensor) -> Tensor:
-    """How many rows of each sequence are padding, [B] int64."""
+def _check_padding(cache_leftpad: Any, lengths: Tensor) -> Tensor:
+    """Check ``cache_leftpad``; return how many rows of each sequence are padding, [B] int64."""
     name = "cache_leftpad"
     padding = checks.check_integers(_OP, name, cache_leftpad, "[B]", 1, lengths.device)
     _check_batch(name, padding, lengths.shape[0])
@@ -443,16 +446,16 @@ def _checked_padding(cache_leftpad: Any, lengths: Tensor) -> Tensor:
     return padding
 
 
-def _wrong_length(
+def _length_error(
     length: Any, capacity: int, added: int, pages: tuple[int, int] | None
 ) -> ValueError:
-    more = f", plus {added} to append," if added else ""
-    room = ""
+    extra = f", plus {added} to append," if added else ""
+    source = ""
     if pages is not None:
-        room = f", those of the {pages[0]} pages of {pages[1]} in a row of block_table"
+        source = f", those of the {pages[0]} pages of {pages[1]} in a row of block_table"
     return ValueError(
-        f"{_OP}: cache_seqlens must be at least 0, and{more} at most {capacity} keys per sequence"
-        f"{room}, got {length}"
+        f"{_OP}: cache_seqlens must be at least 0, and{extra} at most {capacity} keys per sequence"
+        f"{source}, got {length}"
     )
 
 
@@ -463,12 +466,12 @@ def _no_gradient(*_: Any) -> Any:
     raise RuntimeError("decode_attention has no gradient: it is for inference")
 
 
-def _pairs(
+def _count_pairs(
     query: Tensor, key_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None, *rest: Any
 ) -> int:
-    """The visible pairs by the lengths; a cache of unknown length counts as full."""
+    """Count the visible pairs by the lengths; a cache of unknown length counts as full."""
     batch, heads, q_len, _ = query.shape
-    cache_leftpad, options = rest[5], rest[-1]
+    _, _, _, _, _, cache_leftpad, *_, options = rest
     pages = 1 if block_table is None else block_table.shape[1]
     filled = values(cache_seqlens) or [pages * key_cache.shape[2]] * batch
     pads = (None if cache_leftpad is None else values(cache_leftpad)) or [0] * batch
@@ -490,6 +493,6 @@ decode = Operator(
     out_like="query",
     formula=_no_gradient,
     folds=False,
-    flops=flops_of_pairs(_pairs),
+    flops=flops_of_pairs(_count_pairs),
     derived={"scale": lambda query, *_: default_scale(query.shape[-1])},
 )

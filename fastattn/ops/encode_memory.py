@@ -15,7 +15,7 @@ from fastattn.backends.primitives import EncodeMemoryBackwardOptions, EncodeMemo
 from fastattn.call import Plans, with_arguments_of
 from fastattn.compat import is_unintercepted
 from fastattn.library import Operator
-from fastattn.ops._sparse_rows import used_rows
+from fastattn.ops._sparse_rows import keep_used_rows
 
 plans = Plans()
 _INTEGERS = (torch.int64, torch.int32)
@@ -79,7 +79,7 @@ def encode_memory(
     """
     signature, plan = plans.find((tokens, weight, temporal), encoding, padding_idx, sparse)
     if plan is not None:
-        factors = _factors(encoding, tokens.shape[-1], weight)
+        factors = _check_encoding(encoding, tokens.shape[-1], weight)
         return plan.all((tokens, weight, factors, temporal))
     operator, call = prepare(tokens, weight, encoding, temporal, padding_idx, sparse)
     plan = plans.keep(signature, operator, call, (tokens, weight, None, temporal))
@@ -88,14 +88,14 @@ def encode_memory(
     return out.squeeze(1) if weight.ndim == 2 else out
 
 
-def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
-    """Validate the arguments of :func:`encode_memory`; return the operator and its arguments."""
+def _validate(args: Any) -> tuple[Operator, tuple[Any, ...]]:
+    """Validate the named arguments; return the operator and its arguments."""
     tokens, weight, encoding, temporal, padding_idx, sparse = args
     _check(tokens, weight, temporal, padding_idx)
     checks.check_bool("sparse", sparse)
     if sparse:
-        tokens, weight, padding_idx = used_rows(tokens, weight, padding_idx)
-    factors = _factors(encoding, tokens.shape[-1], weight)
+        tokens, weight, padding_idx = keep_used_rows(tokens, weight, padding_idx)
+    factors = _check_encoding(encoding, tokens.shape[-1], weight)
     if weight.ndim == 2:
         weight = weight.unsqueeze(0)
         temporal = None if temporal is None else temporal.unsqueeze(0)
@@ -108,7 +108,7 @@ def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
     )
 
 
-prepare = with_arguments_of(encode_memory, _prepare)
+prepare = with_arguments_of(encode_memory, _validate)
 
 
 def encoding_factors(
@@ -119,7 +119,7 @@ def encoding_factors(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Return l [words, dim] of an encoding; computed in float64."""
+    """Return the factors l [words, dim] of an encoding; they are computed in float64."""
     if encoding == "bow":
         return torch.ones(dim, dtype=dtype, device=device).expand(words, dim)
     j = torch.arange(1, words + 1, dtype=torch.float64, device=device).unsqueeze(1)
@@ -133,15 +133,15 @@ def encoding_factors(
 
 
 @functools.lru_cache(maxsize=64)
-def _known_factors(
+def _cached_factors(
     encoding: str, words: int, dim: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         return encoding_factors(encoding, words, dim, dtype=dtype, device=device)
 
 
-def _factors(encoding: str | Tensor, words: int, weight: Tensor) -> Tensor:
-    """The factors l [J, D], in the dtype of the computation."""
+def _check_encoding(encoding: str | Tensor, words: int, weight: Tensor) -> Tensor:
+    """Check ``encoding``; return its factors l [J, D] in the dtype of the computation."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     dim = weight.shape[-1]
     if isinstance(encoding, Tensor):
@@ -160,8 +160,8 @@ def _factors(encoding: str | Tensor, words: int, weight: Tensor) -> Tensor:
             f"encoding must be one of {', '.join(ENCODINGS)}, or a Tensor, got {encoding!r}"
         )
     # Cached between calls, except under a tracer or a mode, which may replace the tensor.
-    make = _known_factors if is_unintercepted() else _known_factors.__wrapped__
-    return make(encoding, words, dim, dtype, weight.device)
+    factors_of = _cached_factors if is_unintercepted() else _cached_factors.__wrapped__
+    return factors_of(encoding, words, dim, dtype, weight.device)
 
 
 def _check(tokens: Tensor, weight: Tensor, temporal: Tensor | None, padding_idx: Any) -> None:
@@ -206,7 +206,7 @@ def _fake_backward(
     )
 
 
-def _of_call(
+def _backward_options(
     tokens: Tensor,
     weight: Tensor,
     factors: Tensor,
@@ -218,7 +218,8 @@ def _of_call(
     )
 
 
-def _flops(results: Any, tokens: Tensor, *rest: Any, backward: bool = False) -> int:
+def _flops(results: Any, tokens: Tensor, *_: Any, backward: bool = False) -> int:
+    """Count a multiplication and an addition for each word, and the temporal row."""
     out = results[0] if isinstance(results, list) else results
     return int(out.numel() * (2 * tokens.shape[-1] + 1))
 
@@ -246,7 +247,7 @@ encode = Operator(
         opaque="factors",
         operator=_Backward,
         fake=_fake_backward,
-        of_call=_of_call,
+        of_call=_backward_options,
     ),
     flops=_flops,
     opaque=("factors",),

@@ -24,14 +24,14 @@ from fastattn.library import Operator
 from fastattn.masks import values_of
 from fastattn.ops import sdpa
 from fastattn.ops._score_compile import Graph
-from fastattn.ops._score_known import Known, flat, known
+from fastattn.ops._score_known import KnownForm, join_flat, recognise
 from fastattn.ops._score_trace import Tracer, place_of
 
 __all__ = ["flex_attention"]
 
 _OP = "flex_attention"
-_MOST = 256  # traces, and programs of each
-_WHOLE = 2**30  # the block of the BlockMask that PyTorch makes where no mask is given
+_MAX_CACHED = 256  # traces, and programs of each trace
+_WHOLE_BLOCK = 2**30  # the block of the BlockMask that PyTorch makes where no mask is given
 plans = Plans(rows=3)
 
 
@@ -113,8 +113,8 @@ def flex_attention(
         torch.Size([1, 2, 10, 64])
     """
     if torch.compiler.is_dynamo_compiling() and not compat.COMPILES_RECORDERS:
-        given = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
-        return _untraced(*given, return_aux=return_aux)
+        arguments = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
+        return _untraced(*arguments, return_aux=return_aux)
     wants_lse = return_lse
     if return_aux is not None:
         if return_lse:
@@ -123,12 +123,12 @@ def flex_attention(
             raise NotImplementedError(f"{_OP}: max_scores of return_aux must be False, got True")
         wants_lse = return_aux.lse
     checks.check_flag(_OP, "return_lse", return_lse)
-    block_mask = _unless_whole(block_mask)
+    block_mask = _drop_whole_mask(block_mask)
     if torch.compiler.is_dynamo_compiling() and type(block_mask).__name__ == "BlockMask":
-        score_mod, block_mask = _masked(score_mod, block_mask)
+        score_mod, block_mask = _merge_block_mask(score_mod, block_mask)
     options = (block_mask, scale, enable_gqa)
     if score_mod is None:
-        results = _as_option(query, key, value, *options, return_lse=wants_lse)
+        results = _attend_by_options(query, key, value, *options, return_lse=wants_lse)
     else:
         results = _attend(query, key, value, score_mod, *options, wants_lse)
     if return_aux is None:
@@ -140,8 +140,9 @@ def flex_attention(
 _untraced = untraced(flex_attention)
 
 
-def _unless_whole(block_mask: Any) -> Any:
-    is_whole = type(block_mask).__name__ == "BlockMask" and block_mask.BLOCK_SIZE[0] == _WHOLE
+def _drop_whole_mask(block_mask: Any) -> Any:
+    """Replace the ``BlockMask`` that PyTorch makes where no mask is given by None."""
+    is_whole = type(block_mask).__name__ == "BlockMask" and block_mask.BLOCK_SIZE[0] == _WHOLE_BLOCK
     return None if is_whole else block_mask
 
 
@@ -155,25 +156,27 @@ def _attend(
     enable_gqa: bool,
     wants_lse: bool,
 ) -> Any:
-    given = (query, key, value)
-    traced, options = _Traced(score_mod, given), (block_mask, scale, enable_gqa)
-    if (known := traced.options(query, key)) is not None:
-        return _as_option(*given, *options, return_lse=wants_lse, **known)
+    """Attend with ``score_mod``, by equivalent options of attention if there are any."""
+    originals, options = (query, key, value), (block_mask, scale, enable_gqa)
+    traced = _BoundTrace(score_mod, originals)
+    if (equivalent := traced.options(query, key)) is not None:
+        return _attend_by_options(*originals, *options, return_lse=wants_lse, **equivalent)
     data = traced.data()
-    signature, plan = plans.find((*given, data), block_mask is None, *options[1:])
+    signature, plan = plans.find((*originals, data), block_mask is None, scale, enable_gqa)
     if compat.exports_onnx():
-        results = _exported(given, traced, data, *options)
+        results = _run_onnx(originals, traced, data, *options)
         results = results if wants_lse else results[0]
     elif plan is not None:
-        tensors = _operands(given, traced, data, block_mask)
+        tensors = _operands(originals, traced, data, block_mask)
         results = plan.all(tensors) if wants_lse else plan.first(tensors)
     else:
-        *tensors, scale = _checked(*given, *options)
+        *tensors, scale = _check(*originals, *options)
         call = (*_operands(tensors, traced, data, block_mask), FlexOptions(scale))
-        if any(x is not y for x, y in zip(call, given, strict=False)):
-            signature = None
-        originals, inputs = (*given, None, None, None), (*given, data)
-        plan = plans.keep(signature, attention, call, originals, inputs)
+        if any(x is not y for x, y in zip(call, originals, strict=False)):
+            signature = None  # a call whose tensors were converted has no plan
+        rebuilt = (None, None, None)  # the program, its data and the mask
+        inputs = (*originals, data)
+        plan = plans.keep(signature, attention, call, (*originals, *rebuilt), inputs)
         results = attention(*call) if plan is None else plan.all(call[:-1], call[-1])
         results = results if wants_lse else results[0]
     if not wants_lse:
@@ -182,11 +185,11 @@ def _attend(
     return out, lse if query.dtype is torch.float64 else lse.float()
 
 
-def _masked(score_mod: Any, block_mask: Any) -> tuple[Callable[..., Any], Any]:
-    """A function that excludes pairs as a ``BlockMask`` does, and the mask of its listed blocks."""
-    mask, full, (rows, columns) = masks.listed(block_mask)
+def _merge_block_mask(score_mod: Any, block_mask: Any) -> tuple[Callable[..., Any], Any]:
+    """Return a function that excludes pairs as a ``BlockMask`` does, and a mask of its blocks."""
+    mask, full, (rows, columns) = masks.mask_of_listed_blocks(block_mask)
 
-    def modified(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def masked_score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         visible = block_mask.mask_mod(b, h, q_idx, kv_idx)
         if full is not None:
             whole = full[b, h, q_idx // rows, kv_idx // columns]
@@ -195,43 +198,43 @@ def _masked(score_mod: Any, block_mask: Any) -> tuple[Callable[..., Any], Any]:
             score = score_mod(score, b, h, q_idx, kv_idx)
         return torch.where(visible, score, -math.inf)
 
-    return modified, mask
+    return masked_score_mod, mask
 
 
-def _exported(given: Any, traced: Any, data: Any, block_mask: Any, scale: Any, gqa: Any) -> Any:
-    """The reference, whose operations an ONNX graph can have: its steps are not in a tensor."""
+def _run_onnx(originals: Any, traced: Any, data: Any, block_mask: Any, scale: Any, gqa: Any) -> Any:
+    """Run the reference, because an ONNX graph cannot interpret a program that is a tensor."""
     if block_mask is not None:
         raise compat.not_in_onnx(_OP, "the pairs that block_mask leaves visible depend on values")
-    query, key, value = given
-    *tensors, scale = _checked(query, key, value, None, scale, gqa)
+    query, key, value = originals
+    *tensors, scale = _check(query, key, value, None, scale, gqa)
     captured = traced.captured() if traced.integers else None
-    program = traced.trace.steps(), traced.trace.numbers, captured
+    program = traced.trace.program_words(), traced.trace.numbers, captured
     reference: Any = dispatch.load("reference")
     return reference.flex_attention(*tensors, program, data, options=FlexOptions(scale))
 
 
 def _operands(
-    given: Sequence[Any], traced: _Traced, data: Tensor | None, block_mask: Any
+    tensors: Sequence[Any], traced: _BoundTrace, data: Tensor | None, block_mask: Any
 ) -> tuple[Any, ...]:
-    """The tensors of the primitive."""
-    query, key, _ = given
+    """Return query, key and value, which are ``tensors``, the program, its data and the mask."""
+    query, key, _ = tensors
     mask = None
     if block_mask is not None:
-        mask = masks.program(_OP, block_mask, query, key.shape[2], 0)
-    return *given, *traced.operands(query, data), mask
+        mask = masks.program(_OP, block_mask, query, key.shape[2], offset=0)
+    return *tensors, *traced.operands(query, data), mask
 
 
-def _as_option(
+def _attend_by_options(
     query: Any, key: Any, value: Any, block_mask: Any, scale: Any, enable_gqa: Any, **options: Any
 ) -> Any:
-    """The results where there is no function, or where it is an option of attention."""
-    *tensors, scale = _checked(query, key, value, block_mask, scale, enable_gqa)
+    """Attend without a function, or with one that equals ``options`` of ordinary attention."""
+    *tensors, scale = _check(query, key, value, block_mask, scale, enable_gqa)
     options |= {"scale": scale, "enable_gqa": enable_gqa, "mask": block_mask}
     return sdpa.scaled_dot_product_attention(*tensors, **options)
 
 
-def _checked(query: Any, key: Any, value: Any, block_mask: Any, scale: Any, enable_gqa: Any) -> Any:
-    """The tensors, as autocast casts them, and the scale."""
+def _check(query: Any, key: Any, value: Any, block_mask: Any, scale: Any, enable_gqa: Any) -> Any:
+    """Check the arguments; return query, key and value as autocast casts them, and the scale."""
     for place, (name, x) in enumerate((("query", query), ("key", key), ("value", value)), 1):
         checks.check_strided(_OP, name, x, place)
         checks.check_tensor(_OP, name, x, "[B, H, L, D]", 4, query.device)
@@ -239,7 +242,7 @@ def _checked(query: Any, key: Any, value: Any, block_mask: Any, scale: Any, enab
     query, key, value = checks.autocast(query, key, value)
     checks.check_dtypes(_OP, query, key, value)
     checks.check_widths(_OP, query, key)
-    checks.check_heads(_OP, query, key, value, 1)
+    checks.check_heads(_OP, query, key, value, dim=1)
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(
             f"{_OP}: query and key must have the same number of heads without enable_gqa=True, got "
@@ -261,68 +264,70 @@ def _checked(query: Any, key: Any, value: Any, block_mask: Any, scale: Any, enab
 
 
 class _Trace:
-    """A graph, and which of the tensors that a function captures it reads."""
+    """The graph of a function, with the indices of the captured tensors that it reads."""
 
     def __init__(self, tracer: Tracer, value: int, captured: Sequence[Tensor]) -> None:
         self.graph, self.value, self.numbers = tracer.graph, value, tracer.numbers
         self.floating = [place_of(x, captured) for x in tracer.floating]
         self.integers = [place_of(x, captured) for x in tracer.integers]
-        self.holds = tracer.kept and -1 not in (*self.floating, *self.integers)
+        self.is_reusable = tracer.is_reusable and -1 not in (*self.floating, *self.integers)
         self.programs: dict[Any, Tensor] = {}
-        self.known: Known | None = _known(*self._parts())
+        self.known_form: KnownForm | None = _recognise_graph(*self._constants())
 
-    def _parts(self) -> tuple[Any, Any, int]:
-        """The graph as constants: the compiler calls the functions that take it."""
+    def _constants(self) -> tuple[Any, Any, int]:
+        """Return the graph as constants, which functions for the compiler's constants need."""
         return tuple(self.graph.nodes), tuple(self.graph.gathers.items()), self.value
 
-    def steps(self, wanted: tuple[int, ...] = ()) -> Sequence[int]:
-        return _words(*self._parts(), wanted, len(self.numbers))
+    def program_words(self, targets: tuple[int, ...] = ()) -> Sequence[int]:
+        return _compile(*self._constants(), targets, len(self.numbers))
 
-    def program(self, batch: int, wanted: tuple[int, ...], tensors: Sequence[Tensor]) -> Tensor:
-        """The program without captured integers."""
-        keeps = is_unintercepted()  # a traced tensor must not stay
-        found = self.programs.get((batch, wanted)) if keeps else None
-        if found is None:
-            steps = torch.tensor(self.steps(wanted), dtype=torch.int32, device="cpu")
-            own = (self.graph.own(op, wanted, tensors) for op in (Op.BATCH, Op.HEAD))
+    def program(self, batch: int, targets: tuple[int, ...], tensors: Sequence[Tensor]) -> Tensor:
+        """Return the program without captured integers, for a gradient of ``targets``."""
+        may_cache = is_unintercepted()  # a traced tensor must not stay
+        program = self.programs.get((batch, targets)) if may_cache else None
+        if program is None:
+            words = torch.tensor(self.program_words(targets), dtype=torch.int32, device="cpu")
+            indices = (Op.BATCH, Op.HEAD)
+            counts = (self.graph.count_disjoint(op, targets, tensors) for op in indices)
             with torch.inference_mode(False):  # autograd must be able to save it
-                numbers = [max(batch, 1), *own, *self.numbers]
-                found = torch.cat([steps, torch.tensor(numbers, dtype=torch.int32, device="cpu")])
-            if keeps:
-                _keep(self.programs, (batch, wanted), found)
-        return found
+                numbers = [max(batch, 1), *counts, *self.numbers]
+                program = torch.cat([words, torch.tensor(numbers, dtype=torch.int32, device="cpu")])
+            if may_cache:
+                _cache(self.programs, (batch, targets), program)
+        return program
 
 
-def _graph(nodes: Any, gathers: Any) -> Graph:
+def _rebuild_graph(nodes: Any, gathers: Any) -> Graph:
     graph = Graph()
     graph.nodes, graph.gathers = list(nodes), dict(gathers)
-    graph.known = {node: n for n, node in enumerate(nodes)}
+    graph.node_numbers = {node: n for n, node in enumerate(nodes)}
     return graph
 
 
 @constant_for_compiler
-def _words(nodes: Any, gathers: Any, value: int, wanted: Any, numbers: int) -> tuple[int, ...]:
-    return tuple(_graph(nodes, gathers).words(value, wanted, numbers))
+def _compile(nodes: Any, gathers: Any, value: int, targets: Any, numbers: int) -> tuple[int, ...]:
+    return tuple(_rebuild_graph(nodes, gathers).write_program(value, targets, numbers))
 
 
 @constant_for_compiler
-def _known(nodes: Any, gathers: Any, value: int) -> Known | None:
-    return known(_graph(nodes, gathers), value)
+def _recognise_graph(nodes: Any, gathers: Any, value: int) -> KnownForm | None:
+    return recognise(_rebuild_graph(nodes, gathers), value)
 
 
 _traces: dict[Any, _Trace] = {}
 _lock = threading.Lock()
 
 
-def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
+def _cache(entries: dict[Any, Any], key: Any, value: Any) -> None:
+    """Add an entry to a cache; the oldest entries make room for it."""
     with _lock:
-        while len(known) >= _MOST:
-            del known[next(iter(known))]
-        known[key] = value
+        while len(entries) >= _MAX_CACHED:
+            del entries[next(iter(entries))]
+        entries[key] = value
 
 
-class _Traced:
-    """A function for one call: its trace, and the tensors that it captures now."""
+class _BoundTrace:
+    """The trace of a function, bound to the tensors that the function captures in one call."""
 
     def __init__(self, score_mod: Any, tensors: Sequence[Any]) -> None:
         if not callable(score_mod):
@@ -339,44 +344,45 @@ class _Traced:
             tracer = Tracer(self.dtype, query.device)
             trace = _Trace(tracer, tracer.trace(score_mod), captured)
             self.floating, self.integers = tracer.floating, tracer.integers
-            if key is not None and trace.holds:
-                _keep(_traces, key, trace)
+            if key is not None and trace.is_reusable:
+                _cache(_traces, key, trace)
         self.trace = trace
 
     def data(self) -> Tensor | None:
-        """The captured floating tensors, one after the other."""
-        return flat(self.floating, self.dtype)
+        """Return the elements of all captured floating tensors, [n]; None if there are none."""
+        return join_flat(self.floating, self.dtype)
 
     def options(self, query: Any, key: Any) -> dict[str, Any] | None:
-        """The options of attention that the function is; None if it is interpreted."""
-        found = self.trace.known
-        if found is None or query.dim() != 4 or not isinstance(key, Tensor):
+        """Return the options of attention that equal the function; None if it is interpreted."""
+        form = self.trace.known_form
+        if form is None or query.dim() != 4 or not isinstance(key, Tensor):
             return None
-        return found.options(query, key.shape[-2], self.floating, self.trace.numbers)
+        k_len, numbers = key.shape[-2], self.trace.numbers
+        return form.attention_arguments(query, k_len, self.floating, numbers)
 
     def operands(self, query: Tensor, data: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The program and its data."""
+        """Return the program, and its data, detached if no captured tensor needs a gradient."""
         # Where modes or transforms are active, a tensor may not say that it requires a gradient.
-        every, grad = not is_unintercepted(), torch.is_grad_enabled()
-        if torch.compiler.is_dynamo_compiling():
-            every = False
-        wanted = tuple(
-            [n for n, x in enumerate(self.floating) if grad and (every or x.requires_grad)]
-        )
-        program = self.trace.program(query.shape[0], wanted, self.floating).to(query.device)
+        all_need_grad = not is_unintercepted() and not torch.compiler.is_dynamo_compiling()
+        floating = self.floating if torch.is_grad_enabled() else []
+        targets = tuple([n for n, x in enumerate(floating) if all_need_grad or x.requires_grad])
+        program = self.trace.program(query.shape[0], targets, self.floating).to(query.device)
         if self.integers:
             program = torch.cat([program, self.captured().to(torch.int32)])
-        return program, data if data is None or wanted else data.detach()
+        return program, data if data is None or targets else data.detach()
 
     def captured(self) -> Tensor:
-        """The captured integers, one after the other, as the kernels read them."""
+        """Return the elements of all captured tensors of integers, limited to int32."""
         least, most = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
         parts = [x.reshape(-1).to(torch.int64).clamp(least, most) for x in self.integers]
         return torch.cat(parts)
 
 
 def _key(score_mod: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, list[Tensor]]:
-    """What a trace depends on, None if that is not known, and the captured tensors."""
+    """Return the key of a function's trace, None if it cannot be known, and the captured tensors.
+
+    The key holds all that a trace depends on: constants, and the layouts of captured tensors.
+    """
     captured: list[Tensor] = []
     if not is_unintercepted() or (values := values_of(score_mod)) is None:
         return None, captured
@@ -392,36 +398,37 @@ def _key(score_mod: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any,
     return tuple(key), captured
 
 
-def _prepare(args: Any) -> tuple[Any, tuple[Any, ...], list[str]]:
-    """The operator, its arguments, and notes for ``explain``."""
-    query, key, value, score_mod, block_mask, scale, enable_gqa, _, kernel_options, _ = args
-    block_mask = _unless_whole(block_mask)
-    checked = _checked(query, key, value, block_mask, scale, enable_gqa)
-    notes = ["kernel_options are ignored: they tune PyTorch's kernels for GPUs"]
-    notes = [] if kernel_options is None else notes
-    traced = None if score_mod is None else _Traced(score_mod, checked)
-    found = None if traced is None else traced.options(checked[0], checked[1])
-    if traced is not None and found is None:
-        tensors = _operands(checked[:3], traced, traced.data(), block_mask)
-        call = (*tensors, FlexOptions(checked[3]))
-        if (device := checked[0].device.type) != "cpu":
+def _validate(args: Any) -> tuple[Any, tuple[Any, ...], list[str]]:
+    """Validate the named arguments; return the operator, its arguments, and notes to explain."""
+    score_mod, enable_gqa = args.score_mod, args.enable_gqa
+    block_mask = _drop_whole_mask(args.block_mask)
+    *tensors, scale = _check(args.query, args.key, args.value, block_mask, args.scale, enable_gqa)
+    query, key, _ = tensors
+    notes = []
+    if args.kernel_options is not None:
+        notes.append("kernel_options are ignored: they tune PyTorch's kernels for GPUs")
+    traced = None if score_mod is None else _BoundTrace(score_mod, tensors)
+    equivalent = None if traced is None else traced.options(query, key)
+    if traced is not None and equivalent is None:
+        call = (*_operands(tensors, traced, traced.data(), block_mask), FlexOptions(scale))
+        if (device := query.device.type) != "cpu":
             notes.append(f"only the CPU has kernels: on {device} the reference stores all scores")
         return attention, call, [*notes, "second derivatives run on the reference"]
-    if traced is not None and traced.trace.known is not None:
-        notes.append(traced.trace.known.reason())
-    *tensors, scale = checked
-    options = {"scale": scale, "enable_gqa": enable_gqa, "mask": block_mask} | (found or {})
-    return *sdpa.prepare(*tensors, **options)[:2], notes
+    if traced is not None and traced.trace.known_form is not None:
+        notes.append(traced.trace.known_form.reason())
+    options = {"scale": scale, "enable_gqa": enable_gqa, "mask": block_mask} | (equivalent or {})
+    operator, call, _ = sdpa.prepare(*tensors, **options)
+    return operator, call, notes
 
 
-prepare = with_arguments_of(flex_attention, _prepare)
+prepare = with_arguments_of(flex_attention, _validate)
 
 
 # --- the operator -----------------------------------------------------------------------------
 
 
-def _pairs(query: Tensor, key: Tensor, *_: Any) -> int:
-    """All pairs: which of them are visible depends on values."""
+def _count_pairs(query: Tensor, key: Tensor, *_: Any) -> int:
+    """Count all pairs, because which of them are visible depends on values."""
     return query.shape[:3].numel() * key.shape[2]
 
 
@@ -439,7 +446,7 @@ attention = Operator(
         in_order="query key value",
         options=FlexOptions,
     ),
-    flops=flops_of_pairs(_pairs),
+    flops=flops_of_pairs(_count_pairs),
     not_in_onnx={"": "its steps are in a tensor; export the model instead of its graph"},
     checked_by=("cpu",),
     derived={"scale": lambda query, *_: default_scale(query.shape[-1])},

@@ -86,48 +86,46 @@ def hard_attention(
     if attn_mask is not None:
         attn_mask = checks.as_stored_mask(_NAME, attn_mask, query.device)
         checks.check_dense(_NAME, attn_mask=attn_mask)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    q, k = query.detach().to(wide), key.detach().to(wide)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    q, k = query.detach().to(dtype), key.detach().to(dtype)
     scale = 1.0 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
     scores = (*query.shape[:-1], key.shape[-2])
 
     # argmax(log p + Gumbel noise) is a sample from p. The noise is passed as an additive mask.
     noise = None
     if not deterministic:
-        noise = torch.empty(scores, dtype=wide, device=query.device)
+        noise = torch.empty(scores, dtype=dtype, device=query.device)
         noise = -torch.log(noise.exponential_(generator=generator))
-    chance = _added(attn_mask, noise)
-    columns = key.detach().new_zeros(1).to(wide).expand(*key.shape[:-1], 1)
-    chance = None if chance is None else chance.detach()
-    weights = scaled_dot_product_attention(q, k, columns, chance, scale=scale, need_weights=True)[1]
+    bias = _perturb(attn_mask, noise)
+    columns = key.detach().new_zeros(1).to(dtype).expand(*key.shape[:-1], 1)
+    bias = None if bias is None else bias.detach()
+    weights = scaled_dot_product_attention(q, k, columns, bias, scale=scale, need_weights=True)[1]
     if scores[-1] == 0:
-        chosen, seen = None, weights.new_zeros(scores[:-1], dtype=torch.bool)
-        lost = seen
+        index, visible = None, weights.new_zeros(scores[:-1], dtype=torch.bool)
+        is_nan = visible
         out = value.new_zeros((*scores[:-1], value.shape[-1]))
     else:
-        most, chosen = weights.max(-1)
-        seen, lost = most != 0, most.isnan()
-        rows = chosen[..., None].expand(*chosen.shape, value.shape[-1])
+        largest, index = weights.max(-1)
+        visible, is_nan = largest != 0, largest.isnan()
+        rows = index[..., None].expand(*index.shape, value.shape[-1])
         # The product, unlike a selection, also makes the gradient of a NaN row NaN.
-        near = value.gather(-2, rows) * torch.where(lost, math.nan, 1.0)[..., None].to(value.dtype)
-        out = torch.where(seen[..., None], near, 0.0)
+        factor = torch.where(is_nan, math.nan, 1.0)[..., None].to(value.dtype)
+        out = torch.where(visible[..., None], value.gather(-2, rows) * factor, 0.0)
 
     if estimator != "reinforce":
-        soft, heat = attn_mask, 1.0
-        if estimator == "gumbel" and noise is not None:
-            soft, heat = _added(attn_mask, noise, temperature), temperature
-        elif estimator == "gumbel":
-            soft, heat = _added(attn_mask, None, temperature), temperature
-        mean = scaled_dot_product_attention(query, key, value.detach(), soft, scale=scale / heat)
+        soft_mask, soft_scale = attn_mask, scale
+        if estimator == "gumbel":
+            soft_mask, soft_scale = _perturb(attn_mask, noise, temperature), scale / temperature
+        mean = scaled_dot_product_attention(query, key, value.detach(), soft_mask, scale=soft_scale)
         out = out + (mean - mean.detach())  # the value of out with the derivative of mean
     results = [out]
     if estimator == "reinforce":
-        results.append(_log_prob(query, key, attn_mask, scale, chosen, seen, wide))
+        results.append(_log_prob(query, key, attn_mask, scale, index, visible, dtype))
     if need_weights:
-        one = torch.zeros(scores, dtype=query.dtype, device=query.device)
-        if chosen is not None:
-            one = one.scatter(-1, chosen[..., None], seen[..., None].to(query.dtype))
-        results.append(torch.where(lost[..., None], math.nan, one))
+        one_hot = torch.zeros(scores, dtype=query.dtype, device=query.device)
+        if index is not None:
+            one_hot = one_hot.scatter(-1, index[..., None], visible[..., None].to(query.dtype))
+        results.append(torch.where(is_nan[..., None], math.nan, one_hot))
     return tuple(results) if len(results) > 1 else out
 
 
@@ -136,25 +134,25 @@ def _log_prob(
     key: Tensor,
     mask: Tensor | None,
     scale: float,
-    chosen: Tensor | None,
-    seen: Tensor,
+    index: Tensor | None,  # [..., L], of the chosen keys; None without keys
+    visible: Tensor,  # [..., L], False for fully masked rows
     dtype: torch.dtype,
 ) -> Tensor:
-    """log p of the chosen keys: their score minus the log-sum-exp of all scores."""
-    if chosen is None:
-        return seen.to(dtype)
+    """Return log p of the chosen keys: their score minus the log-sum-exp of all scores."""
+    if index is None:
+        return visible.to(dtype)
     columns = key.new_zeros(1).expand(*key.shape[:-1], 1)
     lse = scaled_dot_product_attention(query, key, columns, mask, scale=scale, return_lse=True)[1]
-    near = key.gather(-2, chosen[..., None].expand(*chosen.shape, key.shape[-1]))
-    score = scale * (query.to(dtype) * near.to(dtype)).sum(-1)
+    chosen_rows = key.gather(-2, index[..., None].expand(*index.shape, key.shape[-1]))
+    score = scale * (query.to(dtype) * chosen_rows.to(dtype)).sum(-1)
     if mask is not None and mask.dtype != torch.bool:
-        full = mask.expand(*query.shape[:-1], key.shape[-2])
-        score = score + full.gather(-1, chosen[..., None]).squeeze(-1).to(dtype)
-    return torch.where(seen, score, 0.0) - torch.where(seen, lse.to(dtype), 0.0)
+        full_mask = mask.expand(*query.shape[:-1], key.shape[-2])
+        score = score + full_mask.gather(-1, index[..., None]).squeeze(-1).to(dtype)
+    return torch.where(visible, score, 0.0) - torch.where(visible, lse.to(dtype), 0.0)
 
 
-def _added(mask: Tensor | None, noise: Tensor | None, temperature: float = 1.0) -> Tensor | None:
-    """(mask + noise) / temperature, as an additive mask."""
+def _perturb(mask: Tensor | None, noise: Tensor | None, temperature: float = 1.0) -> Tensor | None:
+    """Return (mask + noise) / temperature; without noise, a boolean mask stays as it is."""
     if noise is None:
         return mask if mask is None or mask.dtype == torch.bool else mask / temperature
     if mask is None:

@@ -110,28 +110,29 @@ def hopfield_retrieve(
     limits = (update_steps_max, update_steps_eps, stop, grad)
     signature, plan = plans.find(tensors, beta, *limits, dropout_p, need_weights, need_steps)
     if plan is not None and not _is_expanded(stored):
-        steps, reading = plan
-        return _planned(steps, reading, tensors, need_weights, need_steps)
-    others = (beta, *limits, attn_mask, dropout_p, need_weights, need_steps)
-    call: _Call = prepared(state, stored, projection, *others)
-    xi, taken = call.state, None
+        steps_plan, reading_plan = plan
+        return _run_plan(steps_plan, reading_plan, tensors, need_weights, need_steps)
+    options = (beta, *limits, attn_mask, dropout_p, need_weights, need_steps)
+    call: _Call = validate_call(state, stored, projection, *options)
+    xi, steps_taken = call.state, None
     if update_steps_max != 0:
-        groups, back = primitive(call)
-        if signature is not None and not (groups[-1].crowded or _is_expanded(stored)):
-            plan = _keep(signature, tensors, groups, _reading(call, dropout_p, need_weights)[1])
+        arguments, restore = prepare_steps(call)
+        if signature is not None and not (arguments[-1].crowded or _is_expanded(stored)):
+            _, reading = _reading(call, dropout_p, need_weights)
+            plan = _keep_plan(signature, tensors, arguments, reading)
             if plan is not None:
-                return _planned(*plan, tensors, need_weights, need_steps)
-        xi, taken, _ = hopfield_states(*groups)
-        xi, taken = back(xi)[..., : call.state.shape[-1]], back(taken)
+                return _run_plan(*plan, tensors, need_weights, need_steps)
+        xi, steps_taken, _ = hopfield_states(*arguments)
+        xi, steps_taken = restore(xi)[..., : call.state.shape[-1]], restore(steps_taken)
     elif need_steps:
-        taken = torch.zeros(xi.shape[:-1], dtype=torch.int64, device=xi.device)
+        steps_taken = torch.zeros(xi.shape[:-1], dtype=torch.int64, device=xi.device)
     result = sdpa.scaled_dot_product_attention(
-        *call.reading(xi), dropout_p, scale=call.scale, need_weights=need_weights
+        *call.attention_operands(xi), dropout_p, scale=call.scale, need_weights=need_weights
     )
-    return _returned(result, taken if need_steps else None, state.ndim)
+    return _public_results(result, steps_taken if need_steps else None, state.ndim)
 
 
-def _keep(
+def _keep_plan(
     signature: bytes,
     tensors: tuple[Any, ...],
     steps: tuple[Any, ...],  # the arguments of the operator of the steps
@@ -139,12 +140,12 @@ def _keep(
 ) -> tuple[Plan, Plan] | None:
     """Keep the plans of both operators under the signature of the call, and return them.
 
-    None if the operators do not read the tensors of the caller, which are then cast, scaled or
-    padded, or if one operator has no plan.
+    Return None if one operator has no plan, or if tensors of the caller were cast, scaled or
+    padded, so that the operators do not read them.
     """
     state, stored, projection, mask = tensors
-    read_by_attention = (state, stored, stored if projection is None else projection, mask)
-    if not only_viewed(reading[:4], read_by_attention):
+    originals = (state, stored, stored if projection is None else projection, mask)
+    if not only_viewed(reading[:4], originals):
         return None
     steps_plan = plan_of(hopfield_states, steps, any_requires_grad(state, stored, mask))
     reading_plan = plan_of(attention, reading, any_requires_grad(*tensors))
@@ -154,9 +155,9 @@ def _keep(
     return steps_plan, reading_plan
 
 
-def _planned(
-    steps: Plan,
-    reading: Plan,
+def _run_plan(
+    steps_plan: Plan,
+    reading_plan: Plan,
     tensors: tuple[Any, ...],  # state, stored, projection, mask
     need_weights: bool,
     need_steps: bool,
@@ -165,67 +166,68 @@ def _planned(
     state, stored, projection, mask = tensors
     rank = state.dim()
     if rank < 4:
-        state, stored = lifted(state), lifted(stored)
-        projection = None if projection is None else lifted(projection)
+        state, stored = lift(state), lift(stored)
+        projection = None if projection is None else lift(projection)
     biases: tuple[Tensor | None, Tensor | None] = None, None
     if mask is not None:
-        mask = lifted(mask[(None,) * (rank - mask.dim())])
-        biases = _by_kind(_of_groups(mask, state))
-    options = steps.options
+        mask = lift(mask[(None,) * (rank - mask.dim())])
+        biases = _split_mask(_group_mask(mask, state))
+    options = steps_plan.options
     if options.together > 1:
-        options = steps.with_option("together", max(state.shape[2], 1))
-    groups, taken = (state, stored, None, *biases), None
+        options = steps_plan.with_option("together", max(state.shape[2], 1))
+    steps_tensors, steps_taken = (state, stored, None, *biases), None
     value = stored if projection is None else projection
     # Both operators can share one node of autograd if the reading always runs the same kernel.
-    shares_node = not (need_steps or need_weights) and type(reading) is Plan
-    if shares_node and steps.requires_grad and torch.is_grad_enabled():
-        seed = draw_seed(state.device) if reading.options.dropout_p else None
-        others = (stored, value, mask, None, seed, None, None, None, None, *NO_TERMS)
-        return lowered(_in_one_node(*others, *groups, options, reading.options), rank)
+    shares_node = not (need_steps or need_weights) and type(reading_plan) is Plan
+    if shares_node and steps_plan.requires_grad and torch.is_grad_enabled():
+        seed = draw_seed(state.device) if reading_plan.options.dropout_p else None
+        # The operands of attention after its query, in order; None for those that are not used.
+        reading_tensors = (stored, value, mask, None, seed, None, None, None, None, *NO_TERMS)
+        out = _in_one_node(*reading_tensors, *steps_tensors, options, reading_plan.options)
+        return lower(out, rank)
     if need_steps:
-        xi, taken, _ = steps.all(groups, options)
+        xi, steps_taken, _ = steps_plan.all(steps_tensors, options)
     else:
-        xi = steps.first(groups, options)
-    patterns = (xi, stored, value, mask, None, None)
-    return _returned(sdpa.planned(reading, *patterns, need_weights=need_weights), taken, rank)
+        xi = steps_plan.first(steps_tensors, options)
+    result = sdpa.run_plan(
+        reading_plan, xi, stored, value, mask, slopes=None, sinks=None, need_weights=need_weights
+    )
+    return _public_results(result, steps_taken, rank)
 
 
-def _returned(result: Any, taken: Tensor | None, rank: int) -> Any:
-    """Return the results of the public function, with as many dimensions as its state.
+def _public_results(result: Any, taken: Tensor | None, rank: int) -> Any:
+    """Return the results of :func:`hopfield_retrieve` for a state of ``rank`` dimensions.
 
-    ``result`` is the output, or a tuple of it and the weights; ``taken`` are the steps, negative
-    where a query does not rest.
+    ``result`` is the output, or a tuple of it and the weights; ``taken`` are the numbers of steps,
+    negative where a query does not rest, or None.
     """
     results = result if isinstance(result, tuple) else (result,)
     if taken is not None:
         results = (*results, taken.abs())
     if rank < 4:
-        results = tuple(lowered(x, rank) for x in results)
+        results = tuple(lower(x, rank) for x in results)
     return results if len(results) > 1 else results[0]
 
 
-def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
-    """Validate the call; return the operator that runs first, and its arguments.
-
-    Without steps that is attention.
-    """
-    call = _prepared(args)
+def _first_operator(args: Any) -> tuple[Operator, tuple[Any, ...]]:
+    """Validate; return the operator that runs first and its arguments: without steps, attention."""
+    call = _validate(args)
     if call.steps_max != 0:
-        return hopfield_states, primitive(call)[0]
+        return hopfield_states, prepare_steps(call)[0]
     return _reading(call, args.dropout_p, False)
 
 
-prepare = with_arguments_of(hopfield_retrieve, _prepare)
+prepare = with_arguments_of(hopfield_retrieve, _first_operator)
 
 
 def _reading(call: _Call, dropout_p: float, need_weights: bool) -> tuple[Operator, tuple[Any, ...]]:
-    """The operator that reads the patterns for the final states, and its arguments."""
+    """Return the operator of the final reading, which is attention, and its arguments."""
     options = {"scale": call.scale, "need_weights": need_weights}
-    return sdpa.prepare(*call.reading(call.state), dropout_p, **options)[:2]
+    return sdpa.prepare(*call.attention_operands(call.state), dropout_p, **options)[:2]
 
 
 class _Call(NamedTuple):
-    """The validated arguments, all in four dimensions."""
+    """The validated arguments of a call, all in four dimensions."""
 
     state: Tensor  # [B, H, L, D]
     stored: Tensor  # [B|1, H, N, D]
@@ -238,15 +240,15 @@ class _Call(NamedTuple):
     stop: str
     grad: str
 
-    def reading(self, xi: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Query, key, value and mask of the attention that reads the final states ``xi``."""
+    def attention_operands(self, xi: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return query, key, value and mask of the final reading with the states ``xi``."""
         key = self.stored if self.keys is None else self.keys
         value = self.stored if self.projection is None else self.projection
         return xi, key, value, self.mask
 
 
-def _prepared(args: Any) -> _Call:
-    """Validate the arguments of a call, and bring them to four dimensions."""
+def _validate(args: Any) -> _Call:
+    """Validate the named arguments of a call, and bring them to four dimensions."""
     state, stored, projection, attn_mask = args.state, args.stored, args.projection, args.attn_mask
     steps_max, eps = args.update_steps_max, args.update_steps_eps
     _check_options(steps_max, eps, args.stop, args.grad)
@@ -259,16 +261,16 @@ def _prepared(args: Any) -> _Call:
         checks.check_dense(_NAME, projection=projection)
         (projection,) = checks.autocast(projection)
         _check_projection(projection, stored)
-    mask = None if attn_mask is None else lifted_mask(_NAME, attn_mask, state, stored)
+    mask = None if attn_mask is None else lift_mask(_NAME, attn_mask, state, stored)
     scale, factor = check_beta(_NAME, args.beta, state)
-    stored = share(lifted(stored))
+    stored = share(lift(stored))
     keys = None
     if factor is not None:
         keys = stored * factor.to(stored.dtype).reshape(1, -1, 1, 1)
     if projection is not None:
-        projection = share(lifted(projection))
+        projection = share(lift(projection))
     return _Call(
-        lifted(state),
+        lift(state),
         stored,
         keys,
         projection,
@@ -281,36 +283,36 @@ def _prepared(args: Any) -> _Call:
     )
 
 
-prepared = with_arguments_of(hopfield_retrieve, _prepared)
+validate_call = with_arguments_of(hopfield_retrieve, _validate)
 
 
-def primitive(call: _Call) -> tuple[tuple[Any, ...], Any]:
+def prepare_steps(call: _Call) -> tuple[tuple[Any, ...], Any]:
     """Return the arguments of the operator of the steps, and the inverse of its layout.
 
-    The operator has groups of queries: G = B H, or G = H with the queries of all batch entries if
-    these share the patterns ("crowded"). The inverse restores [B, H, L, ...].
+    The operator works on G groups of Q queries. A group is a head of one batch entry, or of all
+    entries if they share the patterns ("crowded"). The inverse restores [B, H, L, ...].
     """
     batch, heads, queries, _ = call.state.shape
     mask, crowded = call.mask, call.stored.shape[0] == 1 != batch
 
-    def to(x: Tensor) -> Tensor:  # [B, H, L, D] -> [G, Q, D]
+    def group(x: Tensor) -> Tensor:  # [B, H, L, D] -> [G, Q, D]
         return x.transpose(0, 1).flatten(1, 2) if crowded else x.flatten(0, 1)
 
-    def back(x: Tensor) -> Tensor:  # [G, Q, ...] -> [B, H, L, ...]
+    def ungroup(x: Tensor) -> Tensor:  # [G, Q, ...] -> [B, H, L, ...]
         if crowded:
             return x.reshape(heads, batch, queries, *x.shape[2:]).transpose(0, 1)
         return x.reshape(batch, heads, *x.shape[1:])
 
     tensors = [None if x is None else x.flatten(0, 1) for x in (call.stored, call.keys)]
-    state = to(call.state)
+    state = group(call.state)
     if mask is not None:
         if crowded:
             if mask.shape[0] != 1 or mask.shape[2] != 1:
-                mask = to(mask.expand(batch, -1, queries, -1))
+                mask = group(mask.expand(batch, -1, queries, -1))
             else:
                 mask = mask[0]
         else:
-            mask = _of_groups(mask, call.state)
+            mask = _group_mask(mask, call.state)
     if state.shape[-1] == 0:  # only the bias remains: a column of zeros adds 0 to the scores
         pad = torch.nn.functional.pad
         state = pad(state, (0, 1))
@@ -324,37 +326,37 @@ def primitive(call: _Call) -> tuple[tuple[Any, ...], Any]:
     arguments = (
         state,
         *tensors,
-        *_by_kind(mask),
+        *_split_mask(mask),
         HopfieldOptions(call.scale, call.steps_max, call.eps, together, crowded, call.grad),
     )
-    return arguments, back
+    return arguments, ungroup
 
 
 # --- dimensions --------------------------------------------------------------------------------
 
 
-def lifted(x: Tensor) -> Tensor:
+def lift(x: Tensor) -> Tensor:
     """[L, D], [B, L, D] or [B, H, L, D] -> [B, H, L, D]."""
     if x.ndim == 4:
         return x
     return x.unsqueeze(1) if x.ndim == 3 else x[(None,) * (4 - x.ndim)]
 
 
-def lowered(x: Tensor, rank: int) -> Tensor:
-    """[B, H, L, D] -> as many dimensions as the caller's tensors had; undoes :func:`lifted`."""
+def lower(x: Tensor, rank: int) -> Tensor:
+    """[B, H, L, D] -> as many dimensions as the caller's tensors had; undoes :func:`lift`."""
     if rank == 4:
         return x
     return x[:, 0] if rank == 3 else x[0, 0]
 
 
-def _of_groups(mask: Tensor, state: Tensor) -> Tensor:
-    """A mask [B|1, H|1, L|1, N|1] of a state [B, H, L, D] as [B H|1, L|1, N|1]."""
+def _group_mask(mask: Tensor, state: Tensor) -> Tensor:
+    """Return a mask [B|1, H|1, L|1, N|1] of a state [B, H, L, D] as [B H|1, L|1, N|1]."""
     if mask.shape[0] == mask.shape[1] == 1:
         return mask[0]
     return mask.expand(*state.shape[:2], -1, -1).flatten(0, 1)
 
 
-def _by_kind(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def _split_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Split a mask into the operator's boolean mask and its floating bias; one is None."""
     return (mask, None) if mask is None or mask.dtype is torch.bool else (None, mask)
 
@@ -375,12 +377,12 @@ def check_patterns(where: str, state: Tensor, stored: Tensor) -> None:
             f"{where}: state must be [L, D], [B, L, D] or [B, H, L, D], got {shape_of(state)}"
         )
     checks.check_alike(f"{where}: stored", stored, "state", state)
-    batch, heads = lifted(state).shape[:2]
+    batch, heads = lift(state).shape[:2]
     if (
         stored.ndim != state.ndim
         or stored.shape[-1] != state.shape[-1]
-        or lifted(stored).shape[0] not in (1, batch)
-        or lifted(stored).shape[1] != heads
+        or lift(stored).shape[0] not in (1, batch)
+        or lift(stored).shape[1] != heads
     ):
         want = _SHAPES[state.ndim].replace("L", "N")
         raise ValueError(
@@ -396,7 +398,7 @@ def check_beta(where: str, beta: Any, state: Tensor) -> tuple[float, Tensor | No
     if isinstance(beta, Tensor):
         if not beta.is_floating_point():
             raise TypeError(f"{where}: beta must be floating, got {beta.dtype}")
-        heads = lifted(state).shape[1]
+        heads = lift(state).shape[1]
         if beta.ndim > 1 or (beta.ndim == 1 and beta.shape[0] != heads):
             raise ValueError(f"{where}: beta must be [] or [H] = ({heads},), got {shape_of(beta)}")
         checks.check_same_device(f"{where}: beta", beta, "state", state)
@@ -408,8 +410,8 @@ def check_beta(where: str, beta: Any, state: Tensor) -> tuple[float, Tensor | No
     return float(beta), None
 
 
-def lifted_mask(where: str, mask: Any, state: Tensor, stored: Tensor) -> Tensor:
-    """The mask as [B|1, H|1, L|1, N|1]."""
+def lift_mask(where: str, mask: Any, state: Tensor, stored: Tensor) -> Tensor:
+    """Check ``attn_mask``, and return it as [B|1, H|1, L|1, N|1]."""
     mask = checks.as_stored_mask(where, mask, state.device)
     checks.check_dense(where, attn_mask=mask)
     mask = checks.autocast_bias(mask)
@@ -424,11 +426,11 @@ def lifted_mask(where: str, mask: Any, state: Tensor, stored: Tensor) -> Tensor:
         raise ValueError(
             f"{where}: attn_mask must be broadcastable to the scores {scores}, got {shape_of(mask)}"
         )
-    return lifted(mask[(None,) * (len(scores) - mask.ndim)])
+    return lift(mask[(None,) * (len(scores) - mask.ndim)])
 
 
 def _check_options(steps_max: Any, eps: Any, stop: Any, grad: Any) -> None:
-    """Check the limits of the steps, and how queries stop and are differentiated."""
+    """Check ``update_steps_max`` and ``_eps``, ``stop`` and ``grad``."""
     if steps_max is not None:
         checks.check_int(f"{_NAME}: update_steps_max", steps_max, "an int or None")
         if steps_max < 0:
@@ -454,8 +456,8 @@ def _check_projection(projection: Tensor, stored: Tensor) -> None:
 # --- the operator -----------------------------------------------------------------------------
 
 
-def _work(state: Tensor, stored: Tensor, taken: Tensor, options: HopfieldOptions) -> int:
-    """The number of multiplications of states and stored patterns in all steps."""
+def _count_products(state: Tensor, stored: Tensor, taken: Tensor, options: HopfieldOptions) -> int:
+    """Count the multiplications of states with stored patterns in all steps."""
     steps = values(taken.flatten())
     if steps is not None:
         total = sum(map(abs, steps))
@@ -465,9 +467,11 @@ def _work(state: Tensor, stored: Tensor, taken: Tensor, options: HopfieldOptions
 
 
 def _flops(
-    results: Sequence[Any], state: Tensor, stored: Tensor, *rest: Any, backward: bool = False
+    results: Sequence[Any], state: Tensor, stored: Tensor, *others: Any, backward: bool = False
 ) -> int:
-    return attention_flops(_work(state, stored, results[1], rest[-1]), 1, 1, backward=backward)
+    (_, taken, *_), (*_, options) = results, others
+    products = _count_products(state, stored, taken, options)
+    return attention_flops(products, width=1, value_width=1, backward=backward)
 
 
 hopfield_states = Operator(

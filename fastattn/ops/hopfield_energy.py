@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from fastattn import checks
-from fastattn.ops.hopfield import check_beta, check_patterns, lifted, lifted_mask
+from fastattn.ops.hopfield import check_beta, check_patterns, lift, lift_mask
 from fastattn.ops.sdpa import scaled_dot_product_attention
 
 _NAME = "hopfield_energy"
-_SMALL = 1 / 32  # float32 has enough digits for the default beta of up to 1024 columns
+_SMALL_BETA = 1 / 32  # float32 has enough digits for the default beta of up to 1024 columns
 
 
 def hopfield_energy(
@@ -52,36 +52,36 @@ def hopfield_energy(
         tensor([0.0100, 0.0100])
     """
     checks.check_dense(_NAME, state=state, stored=stored)
-    cast = checks.autocast(state, stored)  # as in the attention below
-    check_patterns(_NAME, *cast)
+    patterns = checks.autocast(state, stored)  # as in the attention below
+    check_patterns(_NAME, *patterns)
     scale, factor = check_beta(_NAME, beta, state)
-    mask = None if attn_mask is None else lifted_mask(_NAME, attn_mask, *cast)
+    mask = None if attn_mask is None else lift_mask(_NAME, attn_mask, *patterns)
     rank = state.ndim
-    state, stored = lifted(state), lifted(stored)
-    wide = torch.promote_types(state.dtype, torch.float32)
-    seen, longest = _seen(stored.detach().to(wide), mask)
-    squares = state.to(wide).square().sum(-1)
-    # Dividing the difference of two logarithms by a small beta would amplify its rounding error.
-    # Kernels for GPUs have no float64.
-    small = factor is not None or scale < _SMALL
-    exact = torch.float64 if small and state.is_cpu else wide
-    beta = torch.full((), scale, dtype=exact, device=state.device) if factor is None else factor
-    beta = beta.to(exact).reshape(1, -1, 1)
+    state, stored = lift(state), lift(stored)
+    dtype = torch.promote_types(state.dtype, torch.float32)
+    visible_count, largest_square = _visible_patterns(stored.detach().to(dtype), mask)
+    state_squares = state.to(dtype).square().sum(-1)
+    # Dividing the difference of two logarithms by a small beta would amplify its rounding error, so
+    # the CPU computes it in float64. Kernels for GPUs have no float64.
+    needs_float64 = factor is not None or scale < _SMALL_BETA
+    lse_dtype = torch.float64 if needs_float64 and state.is_cpu else dtype
+    beta = torch.full((), scale, dtype=lse_dtype, device=state.device) if factor is None else factor
+    beta = beta.to(lse_dtype).reshape(1, -1, 1)
     if mask is None or mask.dtype == torch.bool:
-        beta = _raised(beta, (squares.detach() * longest).sqrt())
+        beta = _raise_beta(beta, (state_squares.detach() * largest_square).sqrt())
     else:
-        mask = mask.to(exact)
-    query, keys = state.to(exact) * beta[..., None], stored.to(exact)
+        mask = mask.to(lse_dtype)
+    query, keys = state.to(lse_dtype) * beta[..., None], stored.to(lse_dtype)
     # The output of the attention is not used, so the value has the smallest width, one column.
     value = keys.detach().new_zeros((1, 1, 1, 1)).expand(*keys.shape[:-1], 1)
     lse = scaled_dot_product_attention(query, keys, value, mask, scale=1.0, return_lse=True)[1]
-    energy = ((torch.log(seen.to(exact)) - lse) / beta).to(wide) + longest / 2
-    energy = energy + squares / 2
-    energy = torch.where(seen == 0, float("inf"), energy)
+    energy = ((torch.log(visible_count.to(lse_dtype)) - lse) / beta).to(dtype) + largest_square / 2
+    energy = energy + state_squares / 2
+    energy = torch.where(visible_count == 0, float("inf"), energy)
     return energy if rank == 4 else energy[:, 0] if rank == 3 else energy[0, 0]
 
 
-def _raised(beta: Tensor, largest: Tensor) -> Tensor:
+def _raise_beta(beta: Tensor, largest: Tensor) -> Tensor:
     """Raise beta [1, H, 1] for each state [B, H, L] whose scores, at most ``largest``, are tiny.
 
     Up to the raised beta, the second-order term of the energy is below its rounding error, and the
@@ -92,13 +92,13 @@ def _raised(beta: Tensor, largest: Tensor) -> Tensor:
     return beta + (least - beta.detach()).clamp(min=0)
 
 
-def _seen(stored: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The number of patterns that each state can see, and their largest squared norm."""
+def _visible_patterns(stored: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return how many patterns each state can see, and their largest squared norm."""
     squares = stored.square().sum(-1).unsqueeze(-2)  # [B|1, H, 1, N]
     count = squares.shape[-1]
     if count == 0:
-        none = squares.new_zeros(squares.shape[:-1])
-        return none, none
+        zeros = squares.new_zeros(squares.shape[:-1])
+        return zeros, zeros
     if mask is None:
         return squares.new_full(squares.shape[:-1], count), squares.amax(-1)
     visible = mask if mask.dtype == torch.bool else mask != -float("inf")

@@ -18,8 +18,8 @@ from fastattn.backends.primitives import LinearBackwardOptions, LinearOptions
 from fastattn.compat import runs_eagerly
 from fastattn.library import Operator, watchers
 
-_OPTIONS, _OURS = LinearOptions(), LinearOptions(gemm="ours")
-_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
+_OPTIONS, _OWN_GEMM = LinearOptions(), LinearOptions(gemm="ours")
+_TENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 _IN_16_BITS = (torch.bfloat16, torch.float16)
 
 
@@ -59,16 +59,16 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not (isinstance(input, Tensor) and isinstance(weight, Tensor)):
         return F.linear(input, weight, bias)  # type: ignore[unreachable]
     if torch.is_autocast_enabled("cpu") and input.is_cpu:
-        return _cast_as_autocast(input, weight, bias)
+        return _linear_under_autocast(input, weight, bias)
     if torch.compiler.is_compiling():  # before any size, which would become a guard
         if _is_compiled(input.dtype) and _fits(input, weight, bias):
-            return _dispatched(input, weight, bias)
+            return _call_operator(input, weight, bias)
         return F.linear(input, weight, bias)
     if forced := dispatch.forced.get():
-        return _on(forced, input, weight, bias)
+        return _run_forced(forced, input, weight, bias)
     choose = _choices.get(input.dtype)
     if choose is None:
-        choose = _choice(input.dtype)
+        choose = _make_choice(input.dtype)
     size = input.numel()
     gemm = (
         choose(size // max(weight.shape[-1], 1), size * weight.shape[0]) if weight.dim() else None
@@ -77,7 +77,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(input, weight, bias)
     if not runs_eagerly(input, weight, bias):
         if watchers.get() or products_are_scalar(input.dtype):
-            return _dispatched(input, weight, bias)
+            return _call_operator(input, weight, bias)
         return F.linear(input, weight, bias)
     rows = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
     if torch.is_grad_enabled() and compat.any_requires_grad(input, weight, bias):
@@ -88,10 +88,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class PackedWeight:
-    """A packed copy of a weight, which serves as long as the weight is seen not to change.
+    """A packed copy of a weight, which is used until a change of the weight is detected.
 
-    Seen are another tensor in its place, another storage, and a write that raises its version; a
-    write through ``.data`` is not. A copy of a module, and a pickle, have none.
+    Another tensor in its place, another storage, and a write that raises its version are detected;
+    a write through ``.data`` is not. Copies and pickles of a module hold None in its place.
 
     ``weight`` is the parameter, ``matrix`` the same as [N, K].
     """
@@ -109,10 +109,10 @@ class PackedWeight:
         return weight.data_ptr(), weight._version, weight.shape, weight.stride(), weight.dtype
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
+        return type(None), ()  # what a copy or a pickle holds instead
 
     def serves(self, weight: Tensor) -> bool:
-        """Whether the weight is as it was; if not, the copy is freed."""
+        """Whether the weight has not changed; if it has, free the copy."""
         if self.rows is not None and not (
             self._weight() is weight and self._state == self._state_of(weight)
         ):
@@ -120,7 +120,7 @@ class PackedWeight:
         return self.rows is not None
 
     def linear(self, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor | None:
-        """y of a copy that :meth:`serves`, or None for a call that is one of :func:`linear`."""
+        """Apply the layer by a copy that :meth:`serves`; None if :func:`linear` must run."""
         if (
             torch.is_autocast_enabled("cpu")
             or dispatch.forced.get()
@@ -136,15 +136,15 @@ class PackedWeight:
         return y.view(*x.shape[:-1], matrix.shape[0])
 
 
-def _on(backend: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The layer on a forced backend; PyTorch runs it unless that is ``cpu`` or ``reference``."""
+def _run_forced(backend: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Apply the layer on a forced backend; PyTorch runs all but ``cpu`` and ``reference``."""
     if backend not in ("cpu", "reference") or not _fits(x, weight, bias):
         return F.linear(x, weight, bias)
-    return _dispatched(x, weight, bias, _OURS if backend == "cpu" else _OPTIONS)
+    return _call_operator(x, weight, bias, _OWN_GEMM if backend == "cpu" else _OPTIONS)
 
 
-def _cast_as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Leave autocast to PyTorch, which caches cast weights, unless its products are scalar."""
+def _linear_under_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Apply the layer under autocast: by PyTorch, which caches cast weights, if it is fast."""
     dtype = torch.get_autocast_dtype("cpu")
     if not products_are_scalar(dtype) or torch.float64 in (x.dtype, weight.dtype):
         return F.linear(x, weight, bias)
@@ -152,7 +152,7 @@ def _cast_as_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
-def _dispatched(
+def _call_operator(
     x: Tensor, weight: Tensor, bias: Tensor | None, options: LinearOptions = _OPTIONS
 ) -> Tensor:
     y: Tensor = operator(x.reshape(-1, x.shape[-1]), weight, bias, options)
@@ -164,22 +164,22 @@ def prepare(
     weight: Tensor,
     bias: Tensor | None = None,
 ) -> tuple[Operator, tuple[Tensor, Tensor, Tensor | None, LinearOptions]]:
-    """Validate the arguments of :func:`linear`; return the operator and its own."""
+    """Validate the arguments of :func:`linear`; return the operator and its arguments."""
     if not (isinstance(input, Tensor) and isinstance(weight, Tensor)) or not _fits(
         input, weight, bias
     ):
         F.linear(input, weight, bias)  # raises
         raise NotImplementedError("linear: PyTorch alone serves these arguments")
-    options = _OURS if dispatch.forced.get() == "cpu" else _OPTIONS
+    options = _OWN_GEMM if dispatch.forced.get() == "cpu" else _OPTIONS
     return operator, (input.reshape(-1, input.shape[-1]), weight, bias, options)
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the arguments are valid and supported by the operator."""
     return (
-        type(x) in _TYPES
-        and type(weight) in _TYPES
-        and type(bias) in _TYPES
+        type(x) in _TENSOR_TYPES
+        and type(weight) in _TENSOR_TYPES
+        and type(bias) in _TENSOR_TYPES
         and x.is_cpu
         and weight.is_cpu
         and not x.is_nested
@@ -191,15 +191,15 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-# For each dtype, (rows, M·N·K) -> the GEMM, or None for F.linear; filled on first use.
+# For each dtype, a function (rows, M·N·K) -> GEMM, or None for F.linear; filled on first use.
 _choices: dict[torch.dtype, Callable[[int, int], Any]] = {}
 evidence.on_change(_choices.clear)
 
 
-def _choice(dtype: torch.dtype) -> Callable[[int, int], Any]:
+def _make_choice(dtype: torch.dtype) -> Callable[[int, int], Any]:
     native: Any = dispatch.load("cpu")
-    known = not isinstance(native, str) and dtype in native.DTYPES and dtype.is_floating_point
-    _choices[dtype] = native.faster_than_torch(dtype) if known else lambda rows, work: None
+    supported = not isinstance(native, str) and dtype in native.DTYPES and dtype.is_floating_point
+    _choices[dtype] = native.faster_than_torch(dtype) if supported else lambda rows, work: None
     return _choices[dtype]
 
 
@@ -214,9 +214,9 @@ def products_are_scalar(dtype: torch.dtype) -> bool:
 
 @compat.constant_for_compiler
 def _is_compiled(dtype: torch.dtype) -> bool:
-    """Whether a graph has our operator, because that gains more than to fuse PyTorch's.
+    """Whether compiled code calls fastattn's operator, because it gains more than fusion.
 
-    An exported graph has PyTorch's, so that it runs without fastattn, unless that is scalar code.
+    An exported graph calls PyTorch's, to run without fastattn, unless that is scalar code.
     """
     if products_are_scalar(dtype):
         return True

@@ -107,89 +107,91 @@ def luong_attention(
             query, key, value = checks.autocast(query, key, value)
             checks.check_dtypes(_NAME, query, key, value)
             options = LocalOptions(reach=D, bell=has_bell)
-            dropped = checks.check_dropout(_NAME, dropout_p)
+            drop_p = checks.check_dropout(_NAME, dropout_p)
         else:
-            options, dropped = plan.options, dropout_p
-        kept = None
-        if dropped > 0:
+            options, drop_p = plan.options, dropout_p
+        factor = None
+        if drop_p > 0:
             ones = p.new_ones(batch, queries, options.window_size(keys))
-            kept = torch.nn.functional.dropout(ones, dropped)
-        call = (query, key, value, center, key_padding_mask, kept)
+            factor = torch.nn.functional.dropout(ones, drop_p)
+        call = (query, key, value, center, key_padding_mask, factor)
         if plan is None:
             plan = plans.keep(signature, local_attention, (*call, options), (), tensors)
-            out, near = local_attention(*call, options) if plan is None else plan.all(call)
+            out, weights = local_attention(*call, options) if plan is None else plan.all(call)
         elif need_weights:
-            out, near = plan.all(call)
+            out, weights = plan.all(call)
         else:
             out = plan.first(call)
         if not need_weights:
             return out
-        seen, at, bell = _window(p, keys, D, window)
-        near = near if kept is None else near * kept
+        valid, index, bell = _find_windows(p, keys, D, window)
+        weights = weights if factor is None else weights * factor
     else:
-        seen, at, bell = _window(p, keys, D, window)
-        row = at + keys * torch.arange(batch, device=query.device)[:, None, None]
+        valid, index, bell = _find_windows(p, keys, D, window)
+        row = index + keys * torch.arange(batch, device=query.device)[:, None, None]
         if key_padding_mask is not None and keys > 0:
-            seen = seen & ~_rows(key_padding_mask, row)
-        out, near = _gathered(query, key, value, v, row, seen, bell, dropout_p, need_weights)
+            valid = valid & ~_select_rows(key_padding_mask, row)
+        out, weights = _attend_copy(query, key, value, v, row, valid, bell, dropout_p, need_weights)
         if positions.is_floating_point():
-            out, near = _with_nan(out, near, p, key_padding_mask, query, key, value, v, window)
+            out, weights = _add_nan(out, weights, p, key_padding_mask, query, key, value, v, window)
         if not need_weights:
             return out
-    near = (near if bell is None else near * bell).to(out.dtype)
+    weights = (weights if bell is None else weights * bell).to(out.dtype)
     if keys == 0:
         return out, out.new_zeros((batch, queries, keys))
-    weights = out.new_zeros((batch, queries, keys))
-    weights = weights.scatter_add(2, at, torch.where(seen, near, 0.0))
-    # For a query at NaN, all keys may be in the window.
-    lost = p.detach().isnan()[..., None]
+    full_weights = out.new_zeros((batch, queries, keys))
+    full_weights = full_weights.scatter_add(2, index, torch.where(valid, weights, 0.0))
+    # All keys may be in the window of a query at NaN.
+    is_nan = p.detach().isnan()[..., None]
     if key_padding_mask is not None:
-        lost = lost & ~key_padding_mask[:, None]
-    return out, torch.where(lost, near.sum(2, keepdim=True), weights)
+        is_nan = is_nan & ~key_padding_mask[:, None]
+    return out, torch.where(is_nan, weights.sum(2, keepdim=True), full_weights)
 
 
-def _window(p: Tensor, keys: int, D: int, window: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return, for the W keys of each window, which exist, their indices, and the bell.
+def _find_windows(
+    p: Tensor, keys: int, D: int, window: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return which of the W keys of each window are valid, their indices, and the bell or None.
 
-    All are [B, Tq, W]; the index of a key that does not exist is 0.
+    All are [B, Tq, W]; the index of a key that is not valid is 0.
     """
-    first = torch.ceil(p.detach() - D).clamp(0, keys).long()[..., None]
-    j = first + torch.arange(LocalOptions(reach=D).window_size(keys), device=p.device)
-    seen = (j >= 0) & (j < keys) & (j <= p.detach()[..., None] + D)
+    first_key = torch.ceil(p.detach() - D).clamp(0, keys).long()[..., None]
+    j = first_key + torch.arange(LocalOptions(reach=D).window_size(keys), device=p.device)
+    valid = (j >= 0) & (j < keys) & (j <= p.detach()[..., None] + D)
     # A position that is not finite has no finite distance from any key.
-    away = torch.where(seen, j - p[..., None], 0.0)
-    bell = torch.exp(-2 * (away / D) ** 2) if window == "local-p" else None
-    return seen, torch.where(seen, j, 0), bell
+    distance = torch.where(valid, j - p[..., None], 0.0)
+    bell = torch.exp(-2 * (distance / D) ** 2) if window == "local-p" else None
+    return valid, torch.where(valid, j, 0), bell
 
 
-def _gathered(
+def _attend_copy(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     v: Tensor | None,
-    row: Tensor,  # [B, Tq, W], counted through the batch
-    seen: Tensor,
-    bell: Tensor | None,
+    row: Tensor,  # [B, Tq, W], the rows of the keys, counted through the batch
+    valid: Tensor,  # [B, Tq, W] bool
+    bell: Tensor | None,  # [B, Tq, W]
     dropout_p: float,
     need_weights: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over copies of the windows: each query becomes its own sequence.
+    """Attend to copies of the windows, where each query is its own sequence.
 
-    Return the result and the weights before the bell; the weights are empty if not needed.
+    Return the result, and the weights before the bell, which are empty if not needed.
     """
     batch, queries = query.shape[:2]
     if key.shape[1] == 0:
         return query.new_zeros((batch, queries, value.shape[2])), query.new_zeros(row.shape)
-    near, values = _rows(key, row), _rows(value, row)  # [B, Tq, W, ...]
+    keys, values = _select_rows(key, row), _select_rows(value, row)  # [B, Tq, W, ...]
     if bell is not None:
         # (weight * bell) * value = weight * (bell * value)
         values = values * bell.to(values.dtype)[..., None]
     result = _attend(
         query.flatten(0, 1).unsqueeze(1),
-        near.flatten(0, 1),
+        keys.flatten(0, 1),
         values.flatten(0, 1),
         v,
-        ~seen.flatten(0, 1),
+        ~valid.flatten(0, 1),
         dropout_p,
         need_weights,
         window=None,
@@ -199,10 +201,10 @@ def _gathered(
     return out, weights.view(row.shape) if need_weights else weights
 
 
-def _with_nan(
+def _add_nan(
     out: Tensor,
-    near: Tensor,
-    p: Tensor,
+    weights: Tensor,
+    position: Tensor,
     padding: Tensor | None,
     query: Tensor,
     key: Tensor,
@@ -210,16 +212,18 @@ def _with_nan(
     v: Tensor | None,
     window: str,
 ) -> tuple[Tensor, Tensor]:
-    """Set the results of :func:`_gathered` to NaN for queries at NaN, as the kernels do."""
-    of_scores = () if v is None else (v.sum(),)
-    of_bell = (p,) if window == "local-p" else ()
-    of_out = nan_where_lost(p, padding, query, (key, value), *of_scores, *of_bell)
-    of_weights = nan_where_lost(p, padding, query, (key,), *of_scores)
-    return out + of_out.to(out.dtype), near if near.ndim == 1 else near + of_weights.to(near.dtype)
+    """Set the results of :func:`_attend_copy` to NaN for queries at NaN, as the kernels do."""
+    score_inputs = () if v is None else (v.sum(),)
+    bell_inputs = (position,) if window == "local-p" else ()
+    out_nan = nan_where_lost(position, padding, query, (key, value), *score_inputs, *bell_inputs)
+    weights_nan = nan_where_lost(position, padding, query, (key,), *score_inputs)
+    return out + out_nan.to(out.dtype), weights if weights.ndim == 1 else weights + weights_nan.to(
+        weights.dtype
+    )
 
 
-def _rows(x: Tensor, row: Tensor) -> Tensor:
-    """The given rows of x [B, Tk, ...], counted through the batch."""
+def _select_rows(x: Tensor, row: Tensor) -> Tensor:
+    """Return the given rows of x [B, Tk, ...], counted through the batch."""
     return x.flatten(0, 1).index_select(0, row.flatten()).view(*row.shape, *x.shape[2:])
 
 
@@ -233,7 +237,7 @@ def _attend(
     need_weights: bool,
     window: tuple[int, int] | None,
 ) -> Any:
-    """Additive attention if v is given, else dot-product attention, with one interface."""
+    """Run additive attention if v is given, else dot-product attention."""
     if v is not None:
         return additive_attention(
             query,
@@ -260,7 +264,7 @@ def _attend(
 def _project(
     query: Tensor, key: Tensor, method: str, weight: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return query and key whose dot product, or additive score with v, is the method's score."""
+    """Return query, key and v, whose dot product, or additive score with v, is the score."""
     q, k = query.shape[2], key.shape[2]
     if method == "dot":
         if weight is not None:
@@ -282,8 +286,8 @@ def _project(
             )
         checks.check_same_device(f"{_NAME}: weight", weight, "query", query)
         return query @ weight, key, None
-    pair = isinstance(weight, (tuple, list)) and len(weight) == 2
-    if not pair or not all(isinstance(x, Tensor) for x in weight):
+    is_pair = isinstance(weight, (tuple, list)) and len(weight) == 2
+    if not is_pair or not all(isinstance(x, Tensor) for x in weight):
         raise TypeError(f"{_NAME}: weight must be (W [A, Dq + Dk], v [A]) with method='concat'")
     matrix, v = weight
     if matrix.ndim != 2 or matrix.shape[1] != q + k or v.shape != matrix.shape[:1]:
@@ -352,9 +356,10 @@ def _check(
 # --- the operator -----------------------------------------------------------------------------
 
 
-def _pairs(query: Tensor, key: Tensor, *rest: Any) -> int:
-    """The pairs of whole windows, because the existing keys depend on the positions."""
-    return query.shape[0] * query.shape[1] * min(2 * rest[-1].reach + 1, key.shape[1])
+def _count_pairs(query: Tensor, key: Tensor, *others: Any) -> int:
+    """Count the pairs of whole windows, because the existing keys depend on the positions."""
+    *_, options = others
+    return query.shape[0] * query.shape[1] * min(2 * options.reach + 1, key.shape[1])
 
 
 local_attention = Operator(
@@ -369,7 +374,7 @@ local_attention = Operator(
         gives="query key value positions",
         options=LocalOptions,
     ),
-    flops=flops_of_pairs(_pairs),
+    flops=flops_of_pairs(_count_pairs),
     opaque=("factor",),
     checked_by=("cpu",),
 )

@@ -103,8 +103,8 @@ def memory_hop_attention(
     signature, plan = plans.find(tensors, *options)
     if plan is not None:
         try:
-            return _planned(plan, tensors, need_weights)
-        except ValueError:  # the complete path raises a message that names the argument
+            return _run_plan(plan, tensors, need_weights)
+        except ValueError:  # the complete path, see fastattn.call, raises a better message
             pass
     biases = (hop_proj, memory_mask, memory_bias)
     operator, call = prepare(query, in_memory, out_memory, hops, *biases, *options[1:])
@@ -115,13 +115,13 @@ def memory_hop_attention(
     return (out, weights) if need_weights else out
 
 
-def _planned(plan: Plan, tensors: tuple[Any, ...], need_weights: bool) -> Any:
-    """The results of a call by its plan."""
+def _run_plan(plan: Plan, tensors: tuple[Any, ...], need_weights: bool) -> Any:
+    """Run a call by its plan; return what :func:`memory_hop_attention` returns."""
     if plan.viewed:
         query, *memories, hop_proj, mask, bias = tensors
         memories = [x if x is None else share(x) for x in memories]
         if bias is not None and bias.requires_grad:
-            bias = of_four_dimensions(bias, query)
+            bias = to_four_dimensions(bias, query)
         tensors = (query, *memories, hop_proj, mask, bias)
     if not need_weights:
         return plan.first(tensors)
@@ -129,15 +129,15 @@ def _planned(plan: Plan, tensors: tuple[Any, ...], need_weights: bool) -> Any:
     return u, weights
 
 
-def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
-    """Validate the arguments of :func:`memory_hop_attention`; return the operator and its own."""
-    query, in_memory, out_memory, hops, hop_proj, memory_mask, memory_bias, *others = args
-    activation, normalize, scale, need_weights = others
+def _validate(args: Any) -> tuple[Operator, tuple[Any, ...]]:
+    """Validate the named arguments; return the operator and its arguments."""
+    query, in_memory, out_memory, hops, hop_proj, memory_mask, memory_bias, *options = args
+    activation, normalize, scale, need_weights = options
     activation = "none" if activation is None else activation
     _check_options(hops, activation, normalize, scale, need_weights)
-    query, in_memory = _cast("query", query), _cast("in_memory", in_memory)
-    out_memory = None if out_memory is None else _cast("out_memory", out_memory)
-    hop_proj = None if hop_proj is None else _cast("hop_proj", hop_proj)
+    query, in_memory = _check_and_cast("query", query), _check_and_cast("in_memory", in_memory)
+    out_memory = None if out_memory is None else _check_and_cast("out_memory", out_memory)
+    hop_proj = None if hop_proj is None else _check_and_cast("hop_proj", hop_proj)
     checks.check_floating(f"{_NAME}: query", query)
     if query.ndim not in (2, 3):
         raise ValueError(f"{_NAME}: query must be [B, D] or [B, Q, D], got shape {shape_of(query)}")
@@ -154,9 +154,9 @@ def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
         _check_projection(hop_proj, query, hops)
     rows = in_memory.shape[-2]
     if memory_mask is not None:
-        memory_mask = _per_hop("memory_mask", memory_mask, query, hops, rows)
+        memory_mask = _check_hop_mask("memory_mask", memory_mask, query, hops, rows)
     if memory_bias is not None:
-        memory_bias = _per_hop("memory_bias", memory_bias, query, hops, rows)
+        memory_bias = _check_hop_mask("memory_bias", memory_bias, query, hops, rows)
 
     in_memory = share(in_memory)
     out_memory = None if out_memory is None else share(out_memory)
@@ -166,12 +166,12 @@ def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
         out_memory = None if out_memory is None else pad(out_memory, (0, 1))
         hop_proj = None
     scale = checks.as_double(f"{_NAME}: scale", scale)
-    options = MemoryHopOptions(hops, activation, normalize, scale, need_weights)
+    record = MemoryHopOptions(hops, activation, normalize, scale, need_weights)
     tensors = (query, in_memory, out_memory, hop_proj, memory_mask, memory_bias)
-    return hop_attention, (*tensors, options)
+    return hop_attention, (*tensors, record)
 
 
-prepare = with_arguments_of(memory_hop_attention, _prepare)
+prepare = with_arguments_of(memory_hop_attention, _validate)
 
 
 # --- validation ------------------------------------------------------------------------------
@@ -195,8 +195,8 @@ def _check_options(
     checks.check_bool(f"{_NAME}: need_weights", need_weights)
 
 
-def _cast(name: str, x: Tensor) -> Tensor:
-    """Return a dense tensor as autocast casts it."""
+def _check_and_cast(name: str, x: Tensor) -> Tensor:
+    """Check that a tensor is dense; return it as autocast casts it."""
     checks.check_dense(_NAME, **{name: x})
     return checks.autocast(x)[0]
 
@@ -236,8 +236,8 @@ def _check_projection(hop_proj: Tensor, query: Tensor, hops: int) -> None:
         )
 
 
-def _per_hop(name: str, x: Tensor, query: Tensor, hops: int, rows: int) -> Tensor:
-    """Return a mask or bias as [B|1, Q|1, K|1, N|1]."""
+def _check_hop_mask(name: str, x: Tensor, query: Tensor, hops: int, rows: int) -> Tensor:
+    """Check ``memory_mask`` or ``memory_bias``; return it as [B|1, Q|1, K|1, N|1]."""
     checks.check_dense(_NAME, **{name: x})
     if name == "memory_mask":
         if x.dtype != torch.bool:
@@ -253,15 +253,15 @@ def _per_hop(name: str, x: Tensor, query: Tensor, hops: int, rows: int) -> Tenso
     batch = tuple(query.shape[:-1])  # [B] or [B, Q]
     original = x
     if 1 <= x.ndim <= len(batch) + 2:
-        x = of_four_dimensions(x, query)
-    four = (*batch, hops, rows) if len(batch) == 2 else (*batch, 1, hops, rows)
-    if x.ndim != 4 or original.ndim > len(batch) + 2 or not checks.expands_to(x.shape, four):
-        names = "[N], [B, N] or [B, K, N]"
+        x = to_four_dimensions(x, query)
+    full = (*batch, hops, rows) if len(batch) == 2 else (*batch, 1, hops, rows)
+    if x.ndim != 4 or original.ndim > len(batch) + 2 or not checks.expands_to(x.shape, full):
+        allowed = "[N], [B, N] or [B, K, N]"
         if len(batch) == 2:
-            names = "[N], [B, N], [B, Q, N] or [B, Q, K, N]"
+            allowed = "[N], [B, N], [B, Q, N] or [B, Q, K, N]"
         sizes = ", ".join(f"{n} = {size}" for n, size in _sizes(batch, hops, rows))
         raise ValueError(
-            f"{_NAME}: {name} must be {names} with {sizes} (or 1 for any of them), "
+            f"{_NAME}: {name} must be {allowed} with {sizes} (or 1 for any of them), "
             f"got shape {shape_of(original)}"
         )
     return x
@@ -274,8 +274,8 @@ def _sizes(batch: Sequence[int], hops: int, rows: int) -> list[tuple[str, int]]:
 # --- memories that the batch shares -------------------------------------------------------------
 
 
-class _Share(torch.autograd.Function):
-    """The one memory of an expanded batch [B, ...] (stride 0) -> [1, ...].
+class _UndoExpand(torch.autograd.Function):
+    """Undo the expansion of a memory over its batch: [B, ...] with stride 0 -> [1, ...].
 
     The backward of ``expand()`` sums over the batch, so each of the B entries receives grad / B, as
     an expanded tensor that is not stored B times.
@@ -296,7 +296,7 @@ def share(memory: Tensor) -> Tensor:
     if memory.shape[0] <= 1 or memory.stride(0) != 0 or not runs_eagerly(memory):
         return memory
     if memory.requires_grad and torch.is_grad_enabled():
-        return _Share.apply(memory)
+        return _UndoExpand.apply(memory)
     return memory[:1]
 
 
@@ -306,29 +306,30 @@ def share(memory: Tensor) -> Tensor:
 def _vmap_backward(
     info: Any, in_dims: Sequence[int | None], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Fold the mapped dimension into the batch, unless a tensor shared by the batch needs a
-    gradient per example, or a memory without a batch would be repeated."""
+    """Fold the mapped dimension into the batch. Examples run one by one if a tensor that the batch
+    shares needs a gradient for each, or if a memory without a batch would be repeated."""
     *tensors, options, backend = args
     n, needed = info.batch_size, options.needed
-    query, in_memory, out_memory, hop_proj, _, bias = tensors[2:8]
+    _, _, query, in_memory, out_memory, hop_proj, _, bias, *_ = tensors
     batch = size_of_batch(query, in_dims[2])
-    memories = [
+    # Of each memory and the bias: the bit of its gradient in `needed`, and its place in `tensors`.
+    folds_well = [
         x is None or (needed >> bit & 1 and size_of_batch(x, in_dims[place]) == batch)
         for bit, place, x in ((1, 3, in_memory), (2, 4, out_memory), (4, 7, bias))
     ]
-    if hop_proj is not None or not all(memories):
+    if hop_proj is not None or not all(folds_well):
         return one_by_one(hop_attention.backward, n, in_dims, args)
     folded = [fold(x, dim, n, batch) for x, dim in zip(tensors, in_dims, strict=True)]
     results = hop_attention.backward.dispatched(*folded, options, backend)
-    differentiated = (query, in_memory, out_memory, hop_proj, bias)
-    pairs = zip(results, differentiated, strict=True)
+    inputs = (query, in_memory, out_memory, hop_proj, bias)
+    pairs = zip(results, inputs, strict=True)
     return tuple(g.expand(n, 0) if x is None else unfold(g, n) for g, x in pairs), (0,) * 5
 
 
-def _work(
+def _count_products(
     query: Tensor, in_memory: Tensor, hop_proj: Tensor | None, options: MemoryHopOptions
 ) -> tuple[int, int]:
-    """The number of multiplications with the rows of the memories and of ``hop_proj``."""
+    """Count the multiplications with the rows of one memory in each hop, and with ``hop_proj``."""
     states = query.numel() * options.hops  # [B, Q, K, D]
     return states * in_memory.shape[-2], 0 if hop_proj is None else states * query.shape[-1]
 
@@ -339,12 +340,13 @@ def _flops(
     in_memory: Tensor,
     out_memory: Any,
     hop_proj: Tensor | None,
-    *rest: Any,
+    *others: Any,
     backward: bool = False,
 ) -> int:
-    of_rows, of_projection = _work(query, in_memory, hop_proj, rest[-1])
-    products = product_flops(of_projection, backward=backward)
-    return attention_flops(of_rows, 1, 1, backward=backward) + products
+    *_, options = others
+    row_products, projection_products = _count_products(query, in_memory, hop_proj, options)
+    projection_flops = product_flops(projection_products, backward=backward)
+    return attention_flops(row_products, 1, 1, backward=backward) + projection_flops
 
 
 class _Backward(Operator):
@@ -354,12 +356,12 @@ class _Backward(Operator):
         query = results[self.place_of("query")]
         for n in (self.place_of("memory_mask"), self.place_of("memory_bias")):
             if results[n] is not None:
-                results[n] = of_four_dimensions(results[n], query)
+                results[n] = to_four_dimensions(results[n], query)
         return results
 
 
-def of_four_dimensions(x: Tensor, query: Tensor) -> Tensor:
-    """A mask or a bias as [B|1, Q|1, K|1, N|1]."""
+def to_four_dimensions(x: Tensor, query: Tensor) -> Tensor:
+    """Return a mask or a bias as [B|1, Q|1, K|1, N|1]."""
     if x.dim() == 4:
         return x
     if x.dim() == 3:

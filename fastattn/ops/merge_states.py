@@ -67,7 +67,7 @@ def merge_states(
 def prepare(
     out_a: Any, lse_a: Any, out_b: Any, lse_b: Any
 ) -> tuple[Operator, tuple[Tensor, Tensor, Tensor, Tensor, NoOptions]]:
-    """Validate the arguments of :func:`merge_states`; return the operator and its own."""
+    """Validate the arguments of :func:`merge_states`; return the operator and its arguments."""
     _check(out_a, lse_a, out_b, lse_b)
     return merge, (out_a, lse_a, out_b, lse_b, NoOptions())
 
@@ -98,9 +98,9 @@ def _check(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> None:
                 f"{_NAME}: {name} must have shape {tuple(shape)}, got {tuple(x.shape)}"
             )
         if x.dtype != like.dtype:
-            of = "out_a" if like is out_a else "lse_a"
+            like_name = "out_a" if like is out_a else "lse_a"
             raise RuntimeError(
-                f"{_NAME}: {name} must be of {of}'s dtype {name_of(like)}, got {name_of(x)}"
+                f"{_NAME}: {name} must be of {like_name}'s dtype {name_of(like)}, got {name_of(x)}"
             )
 
 
@@ -108,9 +108,9 @@ def _check(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> None:
 
 
 def _fake_backward(
-    grad_out: Tensor | None, grad_lse: Tensor | None, *seen: Any
+    grad_out: Tensor | None, grad_lse: Tensor | None, *inputs: Any
 ) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x) for x in seen[:4])
+    return tuple(torch.empty_like(x) for x in inputs[:4])  # the two outputs and their lse
 
 
 merge = Operator(

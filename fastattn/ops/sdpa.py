@@ -23,8 +23,8 @@ from fastattn.ops._disentangled import NO_TERMS
 from fastattn.ops._relative_bias import fold_bias, split_bias
 
 _NAME = "scaled_dot_product_attention"
-_FLAGS = ("is_causal", "enable_gqa", "return_lse", "need_weights", "average_weights")
-_NO_BIAS = (None, None, *NO_TERMS)
+_BOOLEANS = ("is_causal", "enable_gqa", "return_lse", "need_weights", "average_weights")
+_NO_BIAS: Sequence[Tensor | None] = (None, None, *NO_TERMS)
 plans = Plans(rows=3)
 
 
@@ -174,21 +174,21 @@ def scaled_dot_product_attention(
     """
     tables, kind = ((), ()) if relative_bias is None else split_bias(relative_bias)
     tensors = (query, key, value, attn_mask, alibi_slopes, sinks)
-    flags = (return_lse, need_weights, average_weights)
+    outputs = (return_lse, need_weights, average_weights)
     signature = plan = None
     if generator is None:
         options = (dropout_p, is_causal, scale, enable_gqa, window, softcap, causal_alignment)
-        signature, plan = plans.find((*tensors, *tables), *kind, mask is None, *options, *flags)
+        signature, plan = plans.find((*tensors, *tables), *kind, mask is None, *options, *outputs)
     if plan is not None:
         biases = (relative_bias, mask)
-        return planned(plan, *tensors, *biases, causal_alignment, return_lse, need_weights)
+        return run_plan(plan, *tensors, *biases, causal_alignment, return_lse, need_weights)
     operator, call, folding = prepare(
         *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa),
         *(window, softcap, alibi_slopes, sinks, relative_bias, mask),
-        *(causal_alignment, generator, *flags),
+        *(causal_alignment, generator, *outputs),
     )
     call = with_seed(operator, call, generator)
-    plan = keep(signature, operator, call, (*tensors, *tables))
+    plan = keep_plan(signature, operator, call, (*tensors, *tables))
     # Jagged tensors have no weights.
     out, lse, *weights = operator(*call) if plan is None else plan.all(call[:-1], call[-1])
     out = folding.restore(out)
@@ -202,24 +202,24 @@ def scaled_dot_product_attention(
     return tuple(results)
 
 
-def keep(
+def keep_plan(
     signature: bytes | None, operator: Operator, call: tuple[Any, ...], tensors: tuple[Any, ...]
 ) -> Plan | None:
-    """Keep and return the plan of a call that the complete path prepared.
+    """Keep and return the plan of a call, for later calls with its signature; see fastattn.call.
 
-    Calls whose dimensions were folded, or whose heads were repeated, have no plan. The query may be
-    another one: with ``content_bias`` added.
+    Calls whose dimensions were folded, or whose heads were repeated, have no plan. The query of
+    ``call`` may differ from the caller's, because ``content_bias`` was added.
     """
     query, key, value, mask, slopes, sinks, *_ = tensors
     if signature is None or call[0].shape != query.shape:
         return None
     if call[1] is not key or call[2] is not value:
         return None
-    in_order = (None, key, value, mask, slopes, None, sinks)
-    return plans.keep(signature, operator, call, in_order, tensors)
+    originals = (None, key, value, mask, slopes, None, sinks)
+    return plans.keep(signature, operator, call, originals, tensors)
 
 
-def planned(
+def run_plan(
     plan: Plan,
     query: Tensor,
     key: Tensor,
@@ -233,22 +233,23 @@ def planned(
     return_lse: bool = False,
     need_weights: bool = False,
 ) -> Any:
-    """The results of a call by its plan."""
+    """Run a call by its plan; return what the public function returns."""
     options = plan.options
     program = seed = None
-    of_bias: Sequence[Tensor | None] = _NO_BIAS
+    table, positions, *terms = _NO_BIAS
     if causal_alignment == "bottom_right":
         options = plan.with_option("offset", key.shape[2] - query.shape[2])
     if attn_mask is not None and attn_mask.requires_grad:
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     if relative_bias is not None:
-        query, of_bias = fold_bias(_NAME, relative_bias, query, key, options.offset)
+        query, operands = fold_bias(_NAME, relative_bias, query, key, options.offset)
+        table, positions, *terms = operands
     if mask is not None:
         program = masks.program(_NAME, mask, query, key.shape[2], options.offset)
     if options.dropout_p:
         seed = draw_seed(query.device)
-    biases = (attn_mask, slopes, seed, sinks, *of_bias[:2], program, *of_bias[2:])
-    tensors = (query, key, value, *biases)
+    others = (attn_mask, slopes, seed, sinks, table, positions, program, *terms)
+    tensors = (query, key, value, *others)
     if not return_lse and not need_weights:
         return plan.first(tensors, options)
     out, lse, weights = plan.all(tensors, options)
@@ -258,8 +259,8 @@ def planned(
     return (out, lse, weights) if need_weights else (out, lse)
 
 
-def _prepare(
-    args: Any,  # the arguments of the public function
+def _validate(
+    args: Any,  # the named arguments of the public function
 ) -> tuple[Operator, tuple[Any, ...], Folding | _jagged.JaggedFolding]:
     """Validate; return the operator, its arguments with None for the seed, and the folding.
 
@@ -269,14 +270,14 @@ def _prepare(
         return _jagged.prepare(args)
     query, key, value = args.query, args.key, args.value
     _check_tensors(query, key, value)
-    for name in _FLAGS:
+    for name in _BOOLEANS:
         checks.check_flag(_NAME, name, getattr(args, name))
     dropout_p, attn_mask = args.dropout_p, args.attn_mask
     is_causal, causal_alignment = args.is_causal, args.causal_alignment
     if dropout_p != 0.0 or type(dropout_p) is not float:
         dropout_p = checks.check_dropout(_NAME, dropout_p)
-    of_scores = (args.scale, args.softcap, args.window)
-    scores = checks.score_options(_NAME, query, *of_scores, is_causal)
+    score_arguments = (args.scale, args.softcap, args.window)
+    scores = checks.score_options(_NAME, query, *score_arguments, is_causal)
     if args.generator is not None:
         checks.check_generator(_NAME, args.generator, query.device)
     if attn_mask is not None and checks.is_causal_bias(attn_mask):
@@ -298,38 +299,39 @@ def _prepare(
         sinks = checks.check_sinks(_NAME, sinks, query, heads, wrong_dtype=error, wrong_shape=error)
 
     offset = key.shape[2] - query.shape[2] if causal_alignment == "bottom_right" else 0
-    mask_program = None
-    of_bias: Sequence[Tensor | None] = _NO_BIAS
+    mask_program = seed = None  # the seed is drawn later, see with_seed
+    table, positions, *terms = _NO_BIAS
     if args.relative_bias is not None:
-        query, of_bias = fold_bias(_NAME, args.relative_bias, query, key, offset)
+        query, operands = fold_bias(_NAME, args.relative_bias, query, key, offset)
+        table, positions, *terms = operands
     if args.mask is not None:
         mask_program = masks.program(_NAME, args.mask, query, key.shape[2], offset)
     if query.shape[3] == 0:  # every score is 0, as with a column of zeros
         query, key = (torch.nn.functional.pad(x, (0, 1)) for x in (query, key))
-        padded = (x if x is None else torch.nn.functional.pad(x, (0, 1)) for x in of_bias[2:5])
-        of_bias = (*of_bias[:2], *padded, *of_bias[5:])
+        with_columns = terms[:3]  # position_query, query_table, key_table
+        terms[:3] = [x if x is None else torch.nn.functional.pad(x, (0, 1)) for x in with_columns]
         scores["scale"] = 1.0
-    of_call: Any = offset
+    recorded_offset: Any = offset
     if causal_alignment == "bottom_right" and compat.records_trace():
-        of_call = None
+        recorded_offset = None
     options = AttentionOptions(
         **scores,
-        offset=of_call,
+        offset=recorded_offset,
         dropout_p=dropout_p,
         weights=(2 if args.average_weights else 1) if args.need_weights else 0,
     )
-    biases = (attn_mask, slopes, None, sinks, *of_bias[:2], mask_program, *of_bias[2:])
-    return attention, (query, key, value, *biases, options), folding
+    others = (attn_mask, slopes, seed, sinks, table, positions, mask_program, *terms)
+    return attention, (query, key, value, *others, options), folding
 
 
-prepare = with_arguments_of(scaled_dot_product_attention, _prepare)
+prepare = with_arguments_of(scaled_dot_product_attention, _validate)
 
 
 # --- folding ----------------------------------------------------------------------------------
 
 
 class Folding(NamedTuple):
-    """How to restore the caller's leading dimensions from the primitive's [B, H, ...]."""
+    """Restores the caller's leading dimensions from the operator's [B, H, ...]."""
 
     rank: int  # of the scores: 2 has no head, 3 no batch, more than 4 has several
     batch: tuple[int, ...]  # the caller's batch dimensions, before the head
@@ -360,10 +362,10 @@ def _check_tensors(query: Any, key: Any, value: Any) -> None:
 def _fold(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, Folding]:
-    """Return query [B, Hq, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv], without copies.
+    """Return query [B, Hq, Lq, D], key [B, Hkv, Lk, D], value [B, Hkv, Lk, Dv], and the folding.
 
-    Copies are needed only if several batch dimensions broadcast, or if key and value have
-    different numbers of heads.
+    They are copied only if several batch dimensions broadcast, or if key and value have different
+    numbers of heads.
     """
     qs, ks, vs = query.shape, key.shape, value.shape
     if qs[-1] != ks[-1]:
@@ -483,10 +485,10 @@ def _fold_slopes(slopes: Any, query: Tensor, folding: Folding) -> Tensor:
     return slopes[None] if slopes.dim() == 1 else _fold_leading(slopes, 1, folding.batch)
 
 
-def _fold_leading(x: Tensor, kept: int, batch: tuple[int, ...]) -> Tensor:
-    """Fold all but the last ``kept`` dimensions into one, of size 1 or the product of ``batch``."""
-    rows = x.shape[-kept:]
-    if all(n == 1 for n in x.shape[:-kept]):
+def _fold_leading(x: Tensor, last_dims: int, batch: tuple[int, ...]) -> Tensor:
+    """Fold the dimensions before the last ones into one, of size 1 or the product of ``batch``."""
+    rows = x.shape[-last_dims:]
+    if all(n == 1 for n in x.shape[:-last_dims]):
         return x.reshape(1, *rows)
     return x.expand(*batch, *rows).reshape(math.prod(batch), *rows)
 
@@ -524,33 +526,33 @@ def _common_shape(what: str, *shapes: Sequence[int]) -> tuple[int, ...]:
 # --- the operator -----------------------------------------------------------------------------
 
 
-def _pairs(query: Tensor, key: Tensor, *rest: Any) -> int:
-    """The visible pairs by the sizes and the window."""
-    (batch, heads, q_len, _), options = query.shape, rest[-1]
-    offset = _last_at_last(query, key) if options.offset is None else options.offset
+def _count_pairs(query: Tensor, key: Tensor, *rest: Any) -> int:
+    """Count the visible pairs by the sizes and the window."""
+    (batch, heads, q_len, _), (*_, options) = query.shape, rest
+    offset = _bottom_right_offset(query, key) if options.offset is None else options.offset
     window = (offset, options.window_left, options.window_right)
     return batch * heads * visible_pairs(q_len, key.shape[2], *window)
 
 
-def _last_at_last(query: Tensor, key: Tensor, *_: Any) -> int:
-    """The offset that aligns the last query with the last key."""
+def _bottom_right_offset(query: Tensor, key: Tensor, *_: Any) -> int:
+    """Return the offset that aligns the last query with the last key."""
     return key.shape[2] - query.shape[2]
 
 
 class _Backward(Operator):
     def _run(self, backend: str, tensors: Sequence[Any], options: Any) -> Any:
-        _, grad_lse, _, *of_forward = tensors
+        _, grad_lse, _, *forward_tensors = tensors  # after the gradients of out, lse and weights
         if backend != "torch" or grad_lse is None:
             return super()._run(backend, tensors, options)
-        return compat.run_outside(self._by_ours, tensors, of_forward, options)
+        return compat.run_outside(self._run_own, tensors, forward_tensors, options)
 
-    def _by_ours(self, tensors: Sequence[Any], of_forward: Sequence[Any], options: Any) -> Any:
-        """Differentiate lse, which PyTorch's kernel cannot, by fastattn's forward and backward."""
-        named = dict(zip(self.names[3:], of_forward, strict=True))
-        call = [named[name] for name in attention.names]
+    def _run_own(self, tensors: Sequence[Any], forward_tensors: Sequence[Any], options: Any) -> Any:
+        """Differentiate lse by fastattn's kernels, because PyTorch's has no gradient of it."""
+        by_name = dict(zip(self.names[3:], forward_tensors, strict=True))
+        call = [by_name[name] for name in attention.names]
         backend = dispatch.choose(attention.name, call, options, without="torch")
-        named["out"], named["lse"], _ = attention.run(*call, options, backend)
-        return super()._run(backend, (*tensors[:3], *named.values()), options)
+        by_name["out"], by_name["lse"], _ = attention.run(*call, options, backend)
+        return super()._run(backend, (*tensors[:3], *by_name.values()), options)
 
 
 attention: Operator = Operator(
@@ -575,12 +577,12 @@ attention: Operator = Operator(
         options=AttentionBackwardOptions,
         operator=_Backward,
     ),
-    flops=flops_of_pairs(_pairs, operator=lambda: attention),
+    flops=flops_of_pairs(_count_pairs, operator=lambda: attention),
     opaque=("alibi_slopes",),
     checked_by=("cpu",),
     derived={
         "scale": lambda query, *_: default_scale(query.shape[-1]),
-        "offset": _last_at_last,
+        "offset": _bottom_right_offset,
     },
 )
 attention_backward = attention.backward

@@ -17,7 +17,7 @@ from fastattn.library import Operator
 from fastattn.sinusoids import LAYOUTS
 
 plans = Plans()
-# Up to this many elements, writing them twice is faster than an autograd function in Python.
+# Up to this many elements, writing the result twice is faster than a Python autograd function.
 _FEW_ELEMENTS = 32768
 _INTEGERS = (torch.int64, torch.int32)
 
@@ -82,11 +82,11 @@ def sinusoidal_encoding(
     if plan is None:
         operator, arguments = prepare(x, offset, positions, *options)
         plan = plans.keep(signature, operator, arguments, (x, positions))
-    return operator(*arguments) if plan is None else _planned(plan, x, offset, positions)
+    return operator(*arguments) if plan is None else _run_plan(plan, x, offset, positions)
 
 
-def _planned(plan: Plan, x: Tensor, offset: Any, positions: Tensor | None) -> Tensor:
-    """The result of a call by its plan."""
+def _run_plan(plan: Plan, x: Tensor, offset: Any, positions: Tensor | None) -> Tensor:
+    """Run a call by its plan; see fastattn.call."""
     options, out = plan.options, None
     if plan.requires_grad and torch.is_grad_enabled():
         if x.numel() > _FEW_ELEMENTS:
@@ -132,8 +132,8 @@ def sinusoidal_table(
     )
 
 
-def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
-    """Validate the arguments of :func:`sinusoidal_encoding`; return the operator and its own."""
+def _validate(args: Any) -> tuple[Operator, tuple[Any, ...]]:
+    """Validate the named arguments; return the operator and its arguments."""
     x, offset, positions, layout, max_timescale, scale, padding_idx = args
     _check_x(x)
     check_options(layout, max_timescale, scale, padding_idx)
@@ -144,7 +144,7 @@ def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
     return encode_positions, (x, positions, options)
 
 
-prepare = with_arguments_of(sinusoidal_encoding, _prepare)
+prepare = with_arguments_of(sinusoidal_encoding, _validate)
 
 
 def _check_x(x: Tensor) -> None:
@@ -209,8 +209,8 @@ def _vmap(
     x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
     if positions is not None and in_dims[1] is not None:
         positions = positions.movedim(in_dims[1], 0)
-        missing = x.ndim - 1 - positions.ndim
-        positions = positions.reshape(info.batch_size, *[1] * missing, *positions.shape[1:])
+        missing_dims = x.ndim - 1 - positions.ndim
+        positions = positions.reshape(info.batch_size, *[1] * missing_dims, *positions.shape[1:])
     return encode_positions.dispatched(x, positions, *options), 0
 
 

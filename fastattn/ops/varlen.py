@@ -20,14 +20,14 @@ from fastattn.checks import default_scale
 from fastattn.compat import runs_eagerly
 from fastattn.library import Operator
 from fastattn.ops._disentangled import fold_terms
-from fastattn.ops._relative_bias import fold_distances, largest, split_bias
+from fastattn.ops._relative_bias import fold_distances, split_bias, traced_max
 
 __all__ = ["varlen_attention"]
 
 _OP = "varlen_attention"
 plans = Plans(rows=3)
 _NO_TERMS: Sequence[Tensor | None] = (None,) * 4
-_LENGTHS = {int, type(None)}  # their values are checked in each call
+_LENGTH_TYPES = {int, type(None)}  # their values are checked in each call
 
 
 def varlen_attention(
@@ -120,14 +120,14 @@ def varlen_attention(
     tables, kind = ((), ()) if relative_bias is None else split_bias(relative_bias)
     tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks)
     longest = (max_seqlen_q, max_seqlen_k)
-    flags = (dropout_p, is_causal, scale, window, softcap, causal_alignment, return_lse)
+    options = (dropout_p, is_causal, scale, window, softcap, causal_alignment, return_lse)
     signature = plan = None
-    if generator is None and {type(max_seqlen_q), type(max_seqlen_k)} <= _LENGTHS:
-        signature, plan = plans.find((*tensors, *tables), *kind, mask is None, *flags)
+    if generator is None and {type(max_seqlen_q), type(max_seqlen_k)} <= _LENGTH_TYPES:
+        signature, plan = plans.find((*tensors, *tables), *kind, mask is None, *options)
     if plan is not None:
         try:
-            return _planned(plan, tensors, (relative_bias, mask), longest, return_lse)
-        except ValueError:  # the complete path raises a message that names the argument
+            return _run_plan(plan, tensors, (relative_bias, mask), longest, return_lse)
+        except ValueError:  # the complete path, see fastattn.call, raises a better message
             pass
     operator, call = prepare(
         *(query, key, value, cu_seqlens_q, cu_seqlens_k, *longest, dropout_p, is_causal, scale),
@@ -136,50 +136,50 @@ def varlen_attention(
     )
     call = with_seed(operator, call, generator)
     # The query may have content_bias added.
-    in_order = (None, key, value, None, None, alibi_slopes, None, sinks)
-    plan = plans.keep(signature, operator, call, in_order, (*tensors, *tables))
+    originals = (None, key, value, None, None, alibi_slopes, None, sinks)
+    plan = plans.keep(signature, operator, call, originals, (*tensors, *tables))
     out, lse = operator(*call) if plan is None else plan.all(call[:-1], call[-1])
     if not return_lse:
         return out
     return out, lse if out.dtype is torch.float64 else lse.float()
 
 
-def _planned(
+def _run_plan(
     plan: Plan,
-    tensors: tuple[Any, ...],  # as varlen_attention signs them
-    biases: tuple[Any, Any],
+    tensors: tuple[Any, ...],  # in the order in which varlen_attention signs them
+    biases: tuple[Any, Any],  # relative_bias and mask
     longest: tuple[int | None, int | None],
     return_lse: bool,
 ) -> Any:
-    """The results of a call by its plan."""
+    """Run a call by its plan; return what :func:`varlen_attention` returns."""
     query, key, value, *starts, slopes, sinks = tensors
     if longest != (None, None):
-        for of, ends, limit in zip("qk", starts, longest, strict=True):
+        for side, ends, limit in zip("qk", starts, longest, strict=True):
             if limit is not None:
-                checks.check_int64(f"{_OP}: max_seqlen_{of}", limit)
-            _check_values(of, ends.tolist(), limit, None)
+                checks.check_int64(f"{_OP}: max_seqlen_{side}", limit)
+            _check_lengths(side, ends.tolist(), limit, None)
     if any(x is not None for x in biases):
         starts = [x.to(torch.int64) for x in starts]
     seed = draw_seed(query.device) if plan.options.dropout_p else None
-    of_heads, last = (slopes, seed, sinks), plan.options.bottom_right
-    tensors = _operands(query, key, value, starts, of_heads, biases, longest, last)
+    head_tensors, bottom_right = (slopes, seed, sinks), plan.options.bottom_right
+    tensors = _fold_operands(query, key, value, starts, head_tensors, biases, longest, bottom_right)
     if not return_lse:
         return plan.first(tensors)
     out, lse = plan.all(tensors)
     return out, lse if out.dtype is torch.float64 else lse.float()
 
 
-def _operands(
+def _fold_operands(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     starts: Sequence[Tensor],
-    of_heads: tuple[Tensor | None, ...],  # slopes, seed and sinks
+    head_tensors: tuple[Tensor | None, ...],  # slopes, seed and sinks
     biases: tuple[Any, Any],  # relative_bias and mask
     longest: tuple[int | None, int | None],
     bottom_right: bool,
 ) -> tuple[Any, ...]:
-    """The tensors of the operator."""
+    """Return the tensors of the operator, with the biases as its operands."""
     relative_bias, mask = biases
     table = program = None
     terms: Sequence[Tensor | None] = _NO_TERMS
@@ -187,11 +187,11 @@ def _operands(
         query, table, terms = _fold_bias(relative_bias, query, key, starts, longest)
     if mask is not None:
         program = masks.packed_program(_OP, mask, query, key, (starts[0], starts[1]), bottom_right)
-    return query, key, value, *starts, *of_heads, table, program, *terms
+    return query, key, value, *starts, *head_tensors, table, program, *terms
 
 
-def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
-    """Validate; return the operator and its arguments, with None for the seed."""
+def _validate(args: Any) -> tuple[Operator, tuple[Any, ...]]:
+    """Validate the named arguments; return the operator and its arguments, without a seed."""
     query, key, value, generator = args.query, args.key, args.value, args.generator
     if not isinstance(query, Tensor):
         raise checks.wrong_type(_OP, "query", query, "Tensor")
@@ -201,8 +201,8 @@ def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
     checks.check_flag(_OP, "is_causal", args.is_causal)
     checks.check_flag(_OP, "return_lse", args.return_lse)
     dropout_p = checks.check_dropout(_OP, args.dropout_p)
-    of_scores = (args.scale, args.softcap, args.window, args.is_causal)
-    scores = checks.score_options(_OP, query, *of_scores)
+    score_arguments = (args.scale, args.softcap, args.window, args.is_causal)
+    scores = checks.score_options(_OP, query, *score_arguments)
     if generator is not None:
         checks.check_generator(_OP, generator, query.device)
     bottom_right = args.causal_alignment == "bottom_right"
@@ -215,7 +215,7 @@ def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
     query, key, value = checks.autocast(query, key, value)
     checks.check_dtypes(_OP, query, key, value)
     checks.check_widths(_OP, query, key)
-    checks.check_heads(_OP, query, key, value, 1)
+    checks.check_heads(_OP, query, key, value, dim=1)
     if key.shape[0] != value.shape[0]:
         raise ValueError(
             f"{_OP}: key and value must have the same number of rows, "
@@ -234,14 +234,14 @@ def _prepare(args: Any) -> tuple[Operator, tuple[Any, ...]]:
         slopes = checks.fold_slopes(_OP, slopes, query, query.shape[1], q_starts.shape[0] - 1)
     if sinks is not None:
         sinks = checks.check_sinks(_OP, sinks, query, query.shape[1])
-    starts, of_heads = (q_starts, k_starts), (slopes, None, sinks)
+    starts, head_tensors = (q_starts, k_starts), (slopes, None, sinks)
     biases = (args.relative_bias, args.mask)
-    tensors = _operands(query, key, value, starts, of_heads, biases, longest, bottom_right)
+    tensors = _fold_operands(query, key, value, starts, head_tensors, biases, longest, bottom_right)
     options = VarlenOptions(**scores, bottom_right=bottom_right, dropout_p=dropout_p)
     return packed_attention, (*tensors, options)
 
 
-prepare = with_arguments_of(varlen_attention, _prepare)
+prepare = with_arguments_of(varlen_attention, _validate)
 
 
 def _fold_bias(
@@ -251,46 +251,48 @@ def _fold_bias(
     starts: Sequence[Tensor],
     longest: tuple[int | None, int | None],
 ) -> tuple[Tensor, Tensor | None, Sequence[Tensor | None]]:
-    """The query, to which a bias of content may be added, the table of distances [1, Hq, 2 M + 1],
-    and the terms of content, for the longest sequence."""
-    of: tuple[str] | None = None
+    """Return the query, with a content bias added, and the table and terms of the bias.
+
+    The table of distances, [1, Hq, 2 M + 1], and the terms are for the longest sequence.
+    """
+    lengths_text: tuple[str] | None = None
     if all(x.is_cpu and runs_eagerly(x) for x in starts):
         rows = max(int(x.diff().max()) if x.shape[0] > 1 else 0 for x in starts)
-        of = (f"a sequence of {rows} rows",)
+        lengths_text = (f"a sequence of {rows} rows",)
         farthest = max(rows - 1, 0)
     else:
-        both = (query.shape[0], key.shape[0])
-        bounds = [n if limit is None else limit for n, limit in zip(both, longest, strict=True)]
+        totals = (query.shape[0], key.shape[0])
+        bounds = [n if limit is None else limit for n, limit in zip(totals, longest, strict=True)]
         if not compat.records_trace():  # which would keep the number of rows of its own call
-            bounds = [min(n, bound) for n, bound in zip(both, bounds, strict=True)]
-        farthest = largest(*bounds, 1) - 1
+            bounds = [min(n, bound) for n, bound in zip(totals, bounds, strict=True)]
+        farthest = traced_max(*bounds, 1) - 1
     if type(bias) is Disentangled:
         query, terms = fold_terms(_OP, bias, query, key, farthest)
         return query, None, terms[:4]
-    return query, fold_distances(_OP, bias, query, farthest, of), _NO_TERMS
+    return query, fold_distances(_OP, bias, query, farthest, lengths_text), _NO_TERMS
 
 
 def check_starts(
-    of: str, starts: Any, device: torch.device, longest: Any, rows: int | None = None
+    side: str, starts: Any, device: torch.device, longest: Any, rows: int | None = None
 ) -> Tensor:
-    """Return ``cu_seqlens_q`` or ``cu_seqlens_k`` as int64; ``rows`` is None for paged keys."""
-    name = f"cu_seqlens_{of}"
+    """Check ``cu_seqlens_q`` or ``_k``, and return it as int64; ``rows`` is None for paged keys."""
+    name = f"cu_seqlens_{side}"
     starts = checks.check_integers(_OP, name, starts, "[B + 1]", 1, device)
     if starts.shape[0] == 0:
         raise ValueError(f"{_OP}: {name} must be [B + 1], got shape (0,)")
     if longest is not None and (
         isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt))
     ):
-        raise checks.wrong_type(_OP, f"max_seqlen_{of}", longest, "int or None")
+        raise checks.wrong_type(_OP, f"max_seqlen_{side}", longest, "int or None")
     if longest is not None:
-        checks.check_int64(f"{_OP}: max_seqlen_{of}", longest)
+        checks.check_int64(f"{_OP}: max_seqlen_{side}", longest)
     if starts.is_cpu and runs_eagerly(starts):
-        _check_values(of, starts.tolist(), longest, rows)
+        _check_lengths(side, starts.tolist(), longest, rows)
     return starts
 
 
-def _check_values(of: str, starts: list[int], longest: Any, rows: int | None) -> None:
-    name = f"cu_seqlens_{of}"
+def _check_lengths(side: str, starts: list[int], longest: Any, rows: int | None) -> None:
+    name = f"cu_seqlens_{side}"
     if starts[0] != 0:
         raise ValueError(f"{_OP}: {name} must begin with 0, got {starts[0]}")
     lengths = [end - begin for begin, end in pairwise(starts)]
@@ -301,22 +303,23 @@ def _check_values(of: str, starts: list[int], longest: Any, rows: int | None) ->
     length = max(lengths, default=0)
     if longest is not None and length > longest:
         raise ValueError(
-            f"{_OP}: max_seqlen_{of} must be at least the longest sequence, {length}, got {longest}"
+            f"{_OP}: max_seqlen_{side} must be at least the longest sequence, {length}, "
+            f"got {longest}"
         )
 
 
 # --- the operator -----------------------------------------------------------------------------
 
 
-def _pairs(query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor, *rest: Any) -> int:
-    """The visible pairs of a head by the lengths; unknown lengths count as equal."""
+def _count_pairs(query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor, *rest: Any) -> int:
+    """Count the visible pairs by the lengths; unknown lengths count as equal."""
     count = cu_q.shape[0] - 1
     starts, ends = values(cu_q), values(cu_k)
     if starts is None or ends is None:
         lengths = [(query.shape[0] // max(count, 1), key.shape[0] // max(count, 1))] * count
     else:
         lengths = [(starts[b + 1] - starts[b], ends[b + 1] - ends[b]) for b in range(count)]
-    options = rest[-1]
+    *_, options = rest
     window = options.window_left, options.window_right
     offsets = ((q, k, k - q if options.bottom_right else 0) for q, k in lengths)
     return query.shape[1] * sum(visible_pairs(*sizes, *window) for sizes in offsets)
@@ -350,7 +353,7 @@ packed_attention: Operator = Operator(
         operator=_Backward,
     ),
     folds=False,  # draws are indexed by each example's own sequences
-    flops=flops_of_pairs(_pairs, operator=lambda: packed_attention),
+    flops=flops_of_pairs(_count_pairs, operator=lambda: packed_attention),
     opaque=("alibi_slopes",),
     checked_by=("cpu",),
     derived={"scale": lambda query, *_: default_scale(query.shape[-1])},

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fastattn.plot._values import matrices, tokens_of
+from fastattn.plot._values import as_matrices, tokens_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_INCHES = 0.28  # inches per row or column
-_LARGEST = 14.0
+_CELL_INCHES = 0.28  # inches per row or column
+_MAX_INCHES = 14.0
 
 
 def heatmap(
@@ -49,12 +49,12 @@ def heatmap(
         TypeError, ValueError: weights of another shape or type, tokens that are not as many.
         ImportError: matplotlib is missing.
     """
-    matrix = matrices("weights", weights, (2,))
+    matrix = as_matrices("weights", weights, (2,))
     rows, columns = matrix.shape
     x = tokens_of("x_tokens", x_tokens, columns)
     y = tokens_of("y_tokens", y_tokens, rows)
     if ax is None:
-        size = (_inches(y, columns) + 1.0 * colorbar, _inches(x, rows))
+        size = (_side_inches(y, columns) + 1.0 * colorbar, _side_inches(x, rows))
         ax = _pyplot().figure(figsize=size, layout="constrained").add_subplot()
     image = _draw(ax, matrix, vmax, cmap, values)
     _label(ax, x, y)
@@ -94,27 +94,27 @@ def hops(
             support that is not among the memories.
         ImportError: matplotlib is missing.
     """
-    stack = matrices("weights", weights, (2, 3))
-    single = stack.ndim == 2
-    if single and queries is not None:
+    stack = as_matrices("weights", weights, (2, 3))
+    is_single = stack.ndim == 2
+    if is_single and queries is not None:
         raise ValueError("queries need weights [K, Q, N], got [K, N]")
-    panels = (stack[:, None] if single else stack).transpose(1, 2)  # [K, N, Q]
+    panels = (stack[:, None] if is_single else stack).transpose(1, 2)  # [K, N, Q]
     count, memories, n_queries = panels.shape
     y = tokens_of("sentences", sentences, memories)
-    x = [""] if single else tokens_of("queries", queries, n_queries)
+    x = [""] if is_single else tokens_of("queries", queries, n_queries)
     for n in support:
         if not 0 <= n < memories:
             raise ValueError(f"support must be indices below {memories}, got {n}")
-    width = _inches(y, 0) + count * max(n_queries * _INCHES, 0.7)
+    width = _side_inches(y, 0) + count * max(n_queries * _CELL_INCHES, 0.7)
     figure = _pyplot().figure(
-        figsize=(min(width, _LARGEST), _inches(x, memories) + 0.3), layout="constrained"
+        figsize=(min(width, _MAX_INCHES), _side_inches(x, memories) + 0.3), layout="constrained"
     )
     if title is not None:
         figure.suptitle(title, parse_math=False)
     vmax = float(panels.nan_to_num(0.0).max()) if vmax is None else vmax
     axes = figure.subplots(1, count, sharey=True, squeeze=False)[0]
     for hop, (ax, panel) in enumerate(zip(axes, panels, strict=True)):
-        _draw(ax, panel, vmax, cmap, values=single)
+        _draw(ax, panel, vmax, cmap, values=is_single)
         _label(ax, x, y, left=hop == 0)
         ax.set_title(f"hop {hop + 1}", fontsize="medium")
     for n in support:
@@ -155,13 +155,13 @@ def _label(ax: Axes, x: list[str], y: list[str], left: bool = True) -> None:
         ax.set_yticks(range(len(y)), y, fontsize="small", parse_math=False)
 
 
-def _inches(labels: list[str], count: int) -> float:
-    """The size of a side: its labels plus ``count`` cells."""
-    return min(0.6 + 0.085 * max(map(len, labels)) + _INCHES * count, _LARGEST)
+def _side_inches(labels: list[str], count: int) -> float:
+    """Return the size of a side: its labels plus ``count`` cells."""
+    return min(0.6 + 0.085 * max(map(len, labels)) + _CELL_INCHES * count, _MAX_INCHES)
 
 
 def _pyplot() -> Any:
-    """matplotlib.pyplot, or ImportError with the command that installs it."""
+    """Return matplotlib.pyplot, or raise an ImportError with the command that installs it."""
     try:
         from matplotlib import pyplot
     except ImportError as error:

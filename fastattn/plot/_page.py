@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from fastattn.plot._values import matrices, tokens_of
+from fastattn.plot._values import as_matrices, tokens_of
 
 
 def html(
@@ -53,15 +53,19 @@ def html(
     """
     layers = []
     for name, key, layer_weights in _layers(weights):
-        stack = matrices(f"the weights of {name}", layer_weights, (2, 3, 4))
+        stack = as_matrices(f"the weights of {name}", layer_weights, (2, 3, 4))
         if stack.ndim == 4:
             if not 0 <= example < len(stack):
                 raise IndexError(f"example must be in [0, {len(stack)}) for {name}, got {example}")
             stack = stack[example]
         stack = stack.reshape(-1, *stack.shape[-2:])
         x, y = (
-            tokens_of(f"{side} of {name}", of.get(key) if isinstance(of, Mapping) else of, count)
-            for side, of, count in (
+            tokens_of(
+                f"{side} of {name}",
+                axis_tokens.get(key) if isinstance(axis_tokens, Mapping) else axis_tokens,
+                count,
+            )
+            for side, axis_tokens, count in (
                 ("x_tokens", x_tokens, stack.shape[2]),
                 ("y_tokens", y_tokens, stack.shape[1]),
             )
@@ -70,17 +74,17 @@ def html(
         layers.append({"name": name, "shape": list(stack.shape), "x": x, "y": y, "data": data})
     if not layers:
         raise ValueError("weights must hold the weights of at least one layer, got none")
-    page = json.dumps({"picker": picker, "layers": layers}, ensure_ascii=False)
+    payload = json.dumps({"picker": picker, "layers": layers}, ensure_ascii=False)
     template = resources.files("fastattn.plot").joinpath("page.html").read_text(encoding="utf-8")
-    fields = {"title": markup.escape(title), "data": page.replace("<", "\\u003c")}
-    text = re.sub(r"{{(title|data)}}", lambda place: fields[place[1]], template)
+    fields = {"title": markup.escape(title), "data": payload.replace("<", "\\u003c")}
+    text = re.sub(r"{{(title|data)}}", lambda match: fields[match[1]], template)
     if path is not None:
         Path(path).write_text(text, encoding="utf-8")
     return text
 
 
 def _layers(weights: Any) -> Iterator[tuple[str, str, Any]]:
-    """Name, key and weights of each call of each layer."""
+    """Yield the name, the key in ``weights`` and the weights of each call of each layer."""
     layers = weights if isinstance(weights, Mapping) else {"attention": weights}
     for key, calls in layers.items():
         name = str(key) or "attention"  # the model itself

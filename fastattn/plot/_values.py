@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def matrices(name: str, weights: Any, dims: Sequence[int]) -> Tensor:
+def as_matrices(name: str, weights: Any, dims: Sequence[int]) -> Tensor:
     """Return the weights in float32 on the CPU; ``dims`` lists the allowed dimensions."""
     try:
         x = torch.as_tensor(weights)

@@ -27,10 +27,10 @@ from fastattn.nn._encoder_layer import (
     can_run_native,
     does_nothing,
     layer_plan,
+    pack_rows,
     part_of,
     plan_of,
     run_native,
-    without_padding,
 )
 
 _NAME = "fastattn"  # in transformers' registry
@@ -136,7 +136,7 @@ class UnpaddedEncoder(nn.Module):
         padding = _padding_of_boolean(mask, x) if self._allows_packing(x, others, options) else None
         if padding is None or not self._layers_allow_packing():
             return stock.forward(x, mask, *others, **options)
-        rows, starts, restore = without_padding(x, padding)
+        rows, starts, restore = pack_rows(x, padding)
         packed: dict[str, Any] = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
         longest = int(starts.diff().max())
         packed |= {"max_length_q": longest, "max_length_k": longest}
@@ -223,7 +223,7 @@ class MPNetStack(Native):
         padding = no_padding if mask is None else _padding_of_additive(mask, x)
         if padding is None or has_gaps(padding):
             return None
-        rows, starts, restore = without_padding(x, padding)
+        rows, starts, restore = pack_rows(x, padding)
         longest = max(1, int(starts.diff().max()))  # 1 if all rows are padding
         distances = torch.arange(longest - 1, -longest, -1)  # key minus query, as in stock
         buckets: Any = self.relative_position_bucket

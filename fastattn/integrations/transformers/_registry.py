@@ -83,7 +83,7 @@ def context_parallel(
     check_version("transformers", OLDEST, BELOW)
     from fastattn.integrations.transformers._context import TransformersContext
 
-    context = TransformersContext.checked(group, method, layout)
+    context = TransformersContext.create(group, method, layout)
     registries = _Registries(context.attention_forward, context.attention_mask)
     return Registration(registries, ("fastattn_context_parallel",))
 

@@ -26,7 +26,7 @@ from fastattn.integrations.transformers._layers import (
     name_of,
 )
 from fastattn.integrations.transformers._recording import weights_are_recorded
-from fastattn.nn._encoder_layer import does_nothing, without_padding
+from fastattn.nn._encoder_layer import does_nothing, pack_rows
 from fastattn.nn.linear import Linear
 from fastattn.ops._disentangled import distance_buckets
 from fastattn.ops.sdpa import scaled_dot_product_attention
@@ -198,7 +198,7 @@ class _UnpaddedDebertaV2Encoder(_DebertaV2Encoder):
         padding = mask == 0 if is_plain_call and self._allows_packing(x, mask) else None
         if padding is None or not padding.any() or has_gaps(padding):
             return stock.forward(x, mask, *others, **options)
-        rows, starts, restore = without_padding(x, padding)
+        rows, starts, restore = pack_rows(x, padding)
         output = stock.forward(rows[None], starts, **options)
         output.last_hidden_state = restore(output.last_hidden_state[0])
         if output.hidden_states is not None:
