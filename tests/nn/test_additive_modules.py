@@ -32,8 +32,7 @@ def test_bahdanau_equals_its_equation(backend: str, normalize: bool, lazy: bool)
     if normalize:
         torch.nn.init.normal_(module.bias)
         got = module(query, memory)
-    for x, want in zip(got, bahdanau(module, query, memory), strict=True):
-        torch.testing.assert_close(x, want)
+    torch.testing.assert_close(got, bahdanau(module, query, memory))
     got[0].square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
     names = {"v", "query_layer.weight", "memory_layer.weight"}

@@ -108,8 +108,7 @@ def test_gradients_of_the_estimators(
         )  # fmt: skip
         torch.testing.assert_close(got, want)
         pairs = (torch.autograd.grad((x * weight).sum(), (q, k, value)) for x in (got, want))
-        for gradient, expected in zip(*pairs, strict=True):
-            torch.testing.assert_close(gradient, expected)
+        torch.testing.assert_close(*pairs)
 
 
 @pytest.mark.sampled(1)
@@ -134,8 +133,7 @@ def test_second_derivatives(backend: str, estimator: str, normal: Callable[..., 
     for out in (run(q, k, bias), soft):
         first = torch.autograd.grad(out, (q, bias), create_graph=True)
         found.append(torch.autograd.grad(sum(x.sin().sum() for x in first), (q, k, bias)))
-    for got, want in zip(*found, strict=True):
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*found)
 
 
 def test_sixteen_bits(backend: str, normal: Callable[..., Tensor]) -> None:

@@ -93,8 +93,7 @@ def test_luong_attention_equals_its_definition(
         options: dict[str, Any] = {"method": method, "weight": weight, "window": window}
         options |= {"D": width, "positions": positions, "key_padding_mask": padding}
         got = luong_attention(*qkv, **options, need_weights=True)
-        for x, y in zip(got, want, strict=True):
-            torch.testing.assert_close(x, y)
+        torch.testing.assert_close(got, want)
         torch.testing.assert_close(luong_attention(*qkv, **options), want[0])
 
 
