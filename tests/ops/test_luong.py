@@ -208,7 +208,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-test_errors = refuses(luong_attention, [((), *row) for row in BAD], query=Q, key=K, value=V)
+test_errors = refuses(luong_attention, BAD, query=Q, key=K, value=V)
 
 
 @pytest.mark.parametrize(

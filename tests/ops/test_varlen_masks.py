@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from case_table import refuses
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -138,24 +140,19 @@ def _blocks(length: int) -> masks.Mask:
     return masks.from_function(lambda b, h, q, k: q >= k, None, None, length, length)
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"mask": torch.ones(9, 9)}, TypeError, "argument 'mask' must be Mask, not Tensor"),
-        ({"mask": _blocks(9)}, RuntimeError, r"mask must be one of positions .* got from_function"),
-        ({"mask": ~_blocks(9) & masks.causal()}, RuntimeError, "blocks need queries and keys"),
-        ({"mask": masks.document(IDS)}, RuntimeError, "keys must have length 12, got 10"),
-        ({"mask": masks.document(IDS[None].expand(3, -1), KEY_IDS)}, RuntimeError,
-         "ids of the queries must be of batch size 1, got 3"),
-        ({"mask": masks.prefix_lm(PREFIXES[:2])}, RuntimeError, "batch size 1 or 3, got 2"),
-        ({"relative_bias": torch.zeros(4, 9)}, RuntimeError,
-         "n odd and at least 11 for a sequence of 6 rows, got"),
-        ({"relative_bias": torch.zeros(2, 11)}, RuntimeError, r"must have shape \(4, n\)"),
-        ({"relative_bias": Window2d(torch.zeros(9, 4), (2, 2))}, TypeError,
-         "'relative_bias' must be Tensor or T5"),
-        ({"relative_bias": T5(torch.zeros(8, 2))}, RuntimeError, r"\(num_buckets, 4\)"),
-    ],
-)  # fmt: skip
-def test_errors(given: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"varlen_attention.*{message}"):
-        packed(*qkv(torch.float32), **given)
+BAD = [
+    ({"mask": torch.ones(9, 9)}, TypeError, "argument 'mask' must be Mask, not Tensor"),
+    ({"mask": _blocks(9)}, RuntimeError, r"mask must be one of positions .* got from_function"),
+    ({"mask": ~_blocks(9) & masks.causal()}, RuntimeError, "blocks need queries and keys"),
+    ({"mask": masks.document(IDS)}, RuntimeError, "keys must have length 12, got 10"),
+    ({"mask": masks.document(IDS[None].expand(3, -1), KEY_IDS)}, RuntimeError,
+     "ids of the queries must be of batch size 1, got 3"),
+    ({"mask": masks.prefix_lm(PREFIXES[:2])}, RuntimeError, "batch size 1 or 3, got 2"),
+    ({"relative_bias": torch.zeros(4, 9)}, RuntimeError,
+     "n odd and at least 11 for a sequence of 6 rows, got"),
+    ({"relative_bias": torch.zeros(2, 11)}, RuntimeError, r"must have shape \(4, n\)"),
+    ({"relative_bias": Window2d(torch.zeros(9, 4), (2, 2))}, TypeError,
+     "'relative_bias' must be Tensor or T5"),
+    ({"relative_bias": T5(torch.zeros(8, 2))}, RuntimeError, r"\(num_buckets, 4\)"),
+]  # fmt: skip
+test_errors = refuses(functools.partial(packed, *qkv(torch.float32)), BAD, "varlen_attention.*")
