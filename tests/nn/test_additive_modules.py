@@ -128,15 +128,3 @@ def test_mixed_precision(backend: str) -> None:
     assert context.dtype == weights.dtype == torch.bfloat16
     context.float().sum().backward()
     assert module.v.grad.dtype == torch.float32
-
-
-@pytest.mark.parametrize("units", [0, -1, 2.0, True])
-def test_units_must_be_a_positive_integer(units: object) -> None:
-    with pytest.raises(ValueError, match="units must be a positive integer"):
-        BahdanauAttention(units)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("module", [lambda p: BahdanauAttention(3, dropout=p), AdditiveAttention])
-def test_dropout_must_be_a_probability(module: object) -> None:
-    with pytest.raises(ValueError, match="dropout must be between 0 and 1, got 2"):
-        module(dropout=2) if module is AdditiveAttention else module(2)  # type: ignore[operator]
