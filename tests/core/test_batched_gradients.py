@@ -292,8 +292,7 @@ def test_saved_hops_that_a_batch_shares_are_read_once() -> None:
         memories = [memory.expand_as(both(memory)).clone() for _ in range(2)]
         given = (both(grad), None, both(query), *memories, None, None, None, *map(both, saved))
         of_query = MemoryHopBackwardOptions(hops=2, needed=1)
-        found: Tensor = cpu.memory_hop_attention_backward(*given, options=of_query)[0]
-        return found
+        return cpu.memory_hop_attention_backward(*given, options=of_query)[0]
 
     got = gradient(_shared)
     assert torch.equal(got, gradient(lambda x: x).expand_as(got))

@@ -112,8 +112,7 @@ def test_a_clearly_faster_gemm_is_chosen(native: Any, monkeypatch: pytest.Monkey
 
     def chosen(dtype: torch.dtype, **seconds: float) -> Gemm:
         times(monkeypatch, **seconds)
-        gemm: Gemm = tune.linear_layers(dtype).use
-        return gemm
+        return tune.linear_layers(dtype).use
 
     with be(AMD):
         usual = evidence.choose("gemm", "cpu", dtype=torch.bfloat16).use

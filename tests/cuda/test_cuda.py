@@ -495,8 +495,7 @@ def _why_not(adapter: ModuleType, **changes: Any) -> list[str]:
     tensors = {**dispatch.tensors_by_name(op, inputs.args)}
     if "mask" in changes:
         tensors["attn_mask"] = changes.pop("mask")
-    reasons: list[str] = adapter.why_not(op, tensors, replace(inputs.options, **changes))
-    return reasons
+    return adapter.why_not(op, tensors, replace(inputs.options, **changes))
 
 
 def test_reasons_against_a_call_are_plain_sentences(adapter: ModuleType) -> None:

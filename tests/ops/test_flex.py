@@ -82,8 +82,7 @@ def test_random_programs(native: ModuleType, seed: int) -> None:
     captured = {"a": (HEADS,), "c": (Q_LEN, K_LEN), "d": (7,), "e": (BATCH, HEADS, K_LEN)}
 
     def make(**tensors: Tensor) -> Mod:
-        mod: Mod = eval(f"lambda s, b, h, q, k: {text}", {**globals(), **tensors})
-        return mod
+        return eval(f"lambda s, b, h, q, k: {text}", {**globals(), **tensors})
 
     judged(make, captured, r.choice((torch.float32, torch.bfloat16)))
 

@@ -46,8 +46,7 @@ def build(
 
 def modules_of(folder: Path) -> dict[str, Any]:
     """The records of all modules in a build's `_build.json`."""
-    modules: dict[str, Any] = json.loads((folder / "fastattn/_build.json").read_text())["modules"]
-    return modules
+    return json.loads((folder / "fastattn/_build.json").read_text())["modules"]
 
 
 def record_of(folder: Path) -> Any:

@@ -34,8 +34,7 @@ def within_the_bound(
         assert not verdict.declined, verdict.declined
         assert verdict.ok, "\n".join(verdict.faults)
 
-    found: Callable[[NamedCase, torch.dtype, Target], None] = test_case
-    return found
+    return test_case
 
 
 def refuses(
@@ -53,5 +52,4 @@ def refuses(
         with pytest.raises(error, match=begins + message):
             function(*args, **{**defaults, **options})
 
-    found: Callable[..., None] = test_errors
-    return found
+    return test_errors
