@@ -31,8 +31,6 @@ ON_GPU = ("cuda", "triton")
 PRIORITY = {"cpu": ("cpu", "reference"), "cuda": (*ON_GPU, "reference")}
 BACKENDS = ("torch", "cpu", "cuda", "triton", "reference")
 
-UNVERIFIED = "not verified on this GPU; `fastattn tune` verifies, measures and admits it"
-
 forced: ContextVar[str] = ContextVar("fastattn_backend", default="")
 
 
