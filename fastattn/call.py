@@ -168,7 +168,8 @@ def plan_of(
     if compat.any_requires_grad(*(call[n] for n in operator.opaque)):
         return None
     kind = Plan
-    if dispatch.asks_torch_first(operator.name, call[0].dtype):
+    first = evidence.choose("backends", "cpu", operator.name, call[0].dtype).use[0]
+    if first == "torch" and not dispatch.forced.get():  # it may decline a call by its values
         kind = _ChoosingPlan
     elif dispatch.choose(operator.name, call[:-1], call[-1]) != "cpu":
         return None

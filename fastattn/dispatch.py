@@ -22,8 +22,6 @@ from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from fastattn import builds, evidence
 from fastattn._warning import warn
 from fastattn.backends._precision import without_autocast
@@ -32,8 +30,6 @@ from fastattn.backends._precision import without_autocast
 ON_GPU = ("cuda", "triton")
 PRIORITY = {"cpu": ("cpu", "reference"), "cuda": (*ON_GPU, "reference")}
 BACKENDS = ("torch", "cpu", "cuda", "triton", "reference")
-
-UNVERIFIED = "not verified on this GPU; `fastattn tune` verifies, measures and admits it"
 
 forced: ContextVar[str] = ContextVar("fastattn_backend", default="")
 
@@ -108,9 +104,8 @@ def reasons_against(backend: Any, op: str, tensors: Sequence[Any], options: Any)
     record: Any = type(options)
     if hasattr(backend, "serves_all") and _serves_all(backend, op, record, *kinds):
         return []
-    by_name = tensors_by_name(op, tensors)
     accepted = tensors_by_name(op, accepted_tensors(getattr(backend, op), tensors))
-    used = [name for name, x in by_name.items() if x is not None]
+    used = [name for name, x in tensors_by_name(op, tensors).items() if x is not None]
     lacking = [f"has no {name}" for name in used if name not in accepted]
     return lacking + list(backend.why_not(op, accepted, options))
 
@@ -154,10 +149,8 @@ def choose(
 
     ``without`` names a backend that is excluded, even if it is forced.
     """
-    device = _device(tensors)
-    only = forced.get()
-    if only == without:
-        only = ""
+    device, only = _device(tensors), forced.get()
+    only = "" if only == without else only
     refused: dict[str, Sequence[str]] = {}
     for name in (only,) if only else _order(device, op, tensors):
         if name == without:
@@ -204,11 +197,6 @@ def _evidence(device: str, op: str, tensors: Sequence[Any]) -> evidence.Row:
 def _first(tensors: Sequence[Any]) -> Any:
     first = tensors[0]
     return first if first is not None else next(x for x in tensors if x is not None)
-
-
-def asks_torch_first(op: str, dtype: torch.dtype) -> bool:
-    """Whether PyTorch's kernel may go first on the CPU; it may decline a call by its values."""
-    return forced.get() == "" and evidence.choose("backends", "cpu", op, dtype).use[0] == "torch"
 
 
 def _device(tensors: Sequence[Any]) -> str:

@@ -231,11 +231,7 @@ def _checked(row: Row) -> Row:
 # -- caches ----------------------------------------------------------------------------------------
 
 _caches: list[Callable[[], Any]] = [processor.cache_clear, choose.cache_clear, _own.cache_clear]
-
-
-def on_change(clear: Callable[[], Any]) -> None:
-    """Register a function that is called when cached choices become invalid."""
-    _caches.append(clear)
+on_change = _caches.append  # registers a function that is called when cached choices become invalid
 
 
 def forget() -> None:

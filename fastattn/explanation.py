@@ -91,7 +91,7 @@ def explanation(
         name: dispatch.why_not(name, op, device, tensors, options, obstacles) for name in names
     }
     if device == "cuda":
-        reasons |= {name: [dispatch.UNVERIFIED] for name in dispatch.ON_GPU if name not in names}
+        reasons |= {name: [evidence.UNVERIFIED] for name in dispatch.ON_GPU if name not in names}
     runs = next((n for n, against in reasons.items() if not against and forced in ("", n)), None)
     because = _evidence(device, op, tensors, options, order, runs)
     return Explanation(op, device, reasons, runs, because)

@@ -247,30 +247,27 @@ def linear_layers(dtype: torch.dtype) -> Row:
     """The row of the GEMMs of linear layers."""
     backend: Any = dispatch.load("cpu")
     usual: Gemm = evidence.choose("gemm", "cpu", dtype=dtype, own=False).use
-    gemms: Any = backend.gemms_of(dtype)
     times: dict[str, dict[str, float]] = {}
 
-    def fastest(product: str, usual: str, x: torch.Tensor, weight: torch.Tensor) -> str:
+    def fastest(product: str, usual: str, m: int, k: int, n: int) -> str:
+        x, weight, grad = (torch.randn(shape).to(dtype) for shape in ((m, k), (n, k), (m, n)))
+        factors = {"dx": (grad, weight.t()), "dw": (grad.t(), x.t())}.get(product, (x, weight))
         calls = {
-            name: functools.partial(gemm, x, weight, None)
-            for name, gemm in gemms.items()
-            if product in ("y", "dx", "dw") or name != "onednn"
+            name: functools.partial(gemm, *factors, None)
+            for name, gemm in backend.gemms_of(dtype).items()
+            if product in Gemm._fields or name != "onednn"
         }
         times[product] = race(f"linear {str(dtype)[6:]}, {product}", calls)
         return clearly_fastest(times[product], usual if usual in times[product] else "torch")
 
-    def drawn(m: int, k: int, n: int) -> list[torch.Tensor]:
-        return [torch.randn(shape).to(dtype) for shape in ((m, k), (n, k), (m, n))]
-
-    x, weight, grad = drawn(*_LARGE)
-    few = fastest("few rows", "ours", *drawn(*_FEW_ROWS)[:2])
+    few = fastest("few rows", "ours", *_FEW_ROWS) == "ours"
     use = usual._replace(
-        y=fastest("y", usual.y, x, weight),
-        dx=fastest("dx", usual.dx, grad, weight.t()),
-        dw=fastest("dw", usual.dw, grad.t(), x.t()),
-        few=(usual.few or 32) if few == "ours" else 0,
+        y=fastest("y", usual.y, *_LARGE),
+        dx=fastest("dx", usual.dx, *_LARGE),
+        dw=fastest("dw", usual.dw, *_LARGE),
+        few=(usual.few or 32) * few,
     )
     if use.y != "ours":
-        small = fastest("small", "ours" if usual.ours_up_to else "torch", *drawn(*_SMALL)[:2])
-        use = use._replace(ours_up_to=(usual.ours_up_to or _OURS_UP_TO) if small == "ours" else 0)
+        small = fastest("small", "ours" if usual.ours_up_to else "torch", *_SMALL) == "ours"
+        use = use._replace(ours_up_to=(usual.ours_up_to or _OURS_UP_TO) * small)
     return _row("gemm", _CPU, dtype, use, usual, times["y"])

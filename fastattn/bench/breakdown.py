@@ -34,8 +34,6 @@ _ALLOCATORS = (
     *((torch, name) for name in ("empty", "empty_like", "empty_strided", "zeros")),
     (Tensor, "new_empty"),
 )
-
-
 Calls = dict[str, Callable[[], Any]]
 
 

@@ -29,7 +29,6 @@ from fastattn.spelling import name_list
 # The exit codes, see docs/benchmarks.md.
 OK, FAULTS, USAGE, UNWRITTEN, INTERRUPTED = 0, 1, 2, 3, 130
 
-
 _OF_MODELS = """Measure whole models of PyTorch and after ``fastattn.accelerate``.
 
 Models have real sizes and random weights: nothing is downloaded. "attention" is the share of a

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
 from fastattn.bench.ops import _base
-from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Intercepting, Module, Part
+from fastattn.bench.ops._base import Cell, Draw, Forward, Inputs, Intercepting, Module, Part, within
 
 
 class Model(Module):
@@ -132,12 +132,7 @@ class Model(Module):
             fastattn.accelerate(model)
         elif attention == "eager" and hasattr(model, "set_attn_implementation"):
             model.set_attn_implementation(attention)
-
-        def forward() -> Tensor:
-            with self.serving(attention):
-                return call()
-
-        return forward
+        return within(functools.partial(self.serving, attention), call)
 
     def with_arguments(self, cell: Cell, x: Inputs) -> tuple[Any, Inputs]:
         """The model with its parameters, and its arguments."""
@@ -154,12 +149,8 @@ class Model(Module):
         "eager" would compute its softmax in float32, too.
         """
         call = self.bind(cell, *self.with_arguments(cell, x))
-
-        def forward() -> Tensor:
-            with sdpa_kernel(SDPBackend.MATH), Intercepting(_by_definition):
-                return call()
-
-        return forward
+        defining = functools.partial(Intercepting, _by_definition)
+        return within(functools.partial(sdpa_kernel, SDPBackend.MATH), within(defining, call))
 
     def parts(self, cell: Cell, seed: int, *, few: bool = False) -> list[Part]:
         """The parts; the noise of a forward pass needs one sequence, or a causal model's start."""

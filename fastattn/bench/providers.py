@@ -157,7 +157,6 @@ _PLAIN = {
     "weights != 'none'": "it returns no weights",
     "option != 'none'": "no {option} is supported here",
 }
-_FORWARD_ON_CPU = {"device == 'cpu' and passes != 'fwd'": "it has no backward"}
 _FORWARD_IN_FP32 = _PLAIN | {
     "device != 'cpu'": "it runs on cpu",
     "dtype != 'fp32'": "it takes fp32",
@@ -173,13 +172,14 @@ class Flex(Stock):
     def why_not(self, cell: Cell) -> list[str]:
         if cell.op not in ("sdpa", "flex"):
             return ["only sdpa and flex are supported here"]
-        return messages(_FORWARD_ON_CPU | (_PLAIN if cell.op == "sdpa" else {}), cell)
+        refused = {"device == 'cpu' and passes != 'fwd'": "it has no backward"}
+        return messages(refused | (_PLAIN if cell.op == "sdpa" else {}), cell)
 
     def forward(self, cell: Cell, inputs: ops.Inputs) -> ops.Forward:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         mask, options = inputs.get("attn_mask", torch.empty(0)), dict[str, Any]()
-        q_ids, k_ids = (cell.documents(cell[key]) for key in ("Lq", "Lk"))
+        q_ids, k_ids = map(cell.documents, cell.lengths)
         visible: dict[str, Callable[..., Tensor]] = {
             "bool": lambda b, h, i, j: mask[i, j],
             "causal": lambda b, h, i, j: i >= j,
@@ -261,6 +261,9 @@ class Runtime(Provider):
 
     THREADS_OF_TORCH = False
     REFUSED: Mapping[str, str]  # cells of sdpa
+    # (cell, inputs) -> a model of one operator; it may change the inputs to what the operator takes
+    attention: Any
+    call_of: Any  # (a model, or the file of one; inputs) -> a call that returns its outputs
 
     def why_not(self, cell: Cell) -> list[str]:
         if cell.op not in ("sdpa", *ops.MODELS):
@@ -280,14 +283,6 @@ class Runtime(Provider):
             call = _Call(cell, model).eval()
             torch.onnx.export(call, (), path, kwargs=dict(arguments), verbose=False, **options)
             return self.call_of(path, arguments)
-
-    def attention(self, cell: Cell, inputs: dict[str, Tensor]) -> Any:
-        """A model of one operator; it may change the inputs to what the operator takes."""
-        raise NotImplementedError
-
-    def call_of(self, model: Any, inputs: dict[str, Tensor]) -> Callable[[], list[Any]]:
-        """A call of a model, or of the file of a model."""
-        raise NotImplementedError
 
 
 class _Call(nn.Module):

@@ -183,7 +183,6 @@ def _cell(cell: Any, outcomes: Any, rounds: Any, **counts: int) -> CellResult:
 
 # Statistics
 
-
 CONFIDENCE = 0.95
 MIN_KEPT = 3  # with fewer samples there is no interval
 # Quantiles of Student's t for intervals of 95 % of three to five samples.

@@ -55,9 +55,6 @@ class Settings:
         return Result(environment, plain, {}, ended="killed")
 
 
-Outputs = dict[str, Tensor]
-
-
 class Oracle:
     """The expected outputs of one cell, or of a sample of it, and the bound of docs/numerics.md."""
 
@@ -73,7 +70,7 @@ class Oracle:
         of_few = self.reference if few == self.parts else expected(few)
         self.noise = Noise(functools.partial(expected, few), of_few, TORCH_DTYPES[cell.dtype])
 
-    def check(self, outputs: Outputs) -> Outcome:
+    def check(self, outputs: dict[str, Tensor]) -> Outcome:
         """Compares all outputs; records the error with the largest ratio to its bound."""
         unjudged = self.op.unjudged(self.cell)
         judged = {name: x for name, x in outputs.items() if name not in unjudged}

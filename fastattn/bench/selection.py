@@ -256,10 +256,9 @@ def check_names(flag: str, names: Sequence[str], allowed: Collection[str]) -> No
 
 # The lists of flags, which replace the lists of a line, by the keys in LISTS.
 Lists = Mapping[str, Sequence[str]]
-_NONE: Lists = {}
 
 
-def preset_cells(name: str, flags: Lists = _NONE) -> list[Cell]:
+def preset_cells(name: str, flags: Mapping[str, Sequence[str]] = {}) -> list[Cell]:
     """The cells of presets and whole models, such as "a,b" or "all"."""
     cells: list[Cell] = []
     for preset in ALL if name == "all" else name.split(","):

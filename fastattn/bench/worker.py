@@ -216,10 +216,9 @@ class Worker:
         kept, names, saved = [*map(torch.as_tensor, call())], output_names(cell), io.BytesIO()
         if len(kept) != len(names):
             raise ValueError(f"returned {len(kept)} arrays, expected {len(names)}: {names}")
-        torch.save(
-            {name: x.detach().cpu().clone() for name, x in zip(names, kept, strict=True)}, saved
-        )
-        del kept
+        outputs = {name: x.detach().cpu().clone() for name, x in zip(names, kept, strict=True)}
+        torch.save(outputs, saved)
+        del kept, outputs
         peak_bytes = peak_extra_bytes(call, cell.device)  # the first call loads the code
         self.device = cell.device
         self.stopwatch = ops.get(cell.op).stopwatch or Stopwatch()

@@ -28,8 +28,7 @@ class MergeCase(NamedCase):
     empty: tuple[str, ...] = ()  # states with empty rows: "a", "b", "both"
     infinite: tuple[str, ...] = ()  # states with rows of lse = inf, at different rows
     poison: bool = False  # NaN and inf in the outputs of empty states
-    lse_float64: bool = False
-    lse_float32: bool = False  # of outputs in float64
+    lse_dtype: torch.dtype | None = None  # None: of the sums
     grads: tuple[str, ...] = ("out", "lse")  # the results with a gradient
     layouts: tuple[str, str] = ("contiguous", "contiguous")  # of the outputs
     lse_layout: str = "contiguous"
@@ -54,8 +53,8 @@ _MERGE_OPTIONS: dict[str, Sequence[Any]] = {
     "infinite": [("a", "b"), ("b", "a")],
     "spread": [0.0, 1e4],
     "apart": [12.0, 40.0, 1000.0, 1e30],
-    "lse_float64": [True] * 2,
-    "lse_float32 dtypes": [(True, (torch.float64,))],
+    "lse_dtype": [torch.float64] * 2,
+    "lse_dtype dtypes": [(torch.float32, (torch.float64,))],
     "layouts lse_layout": [
         *(((x, x), "unaligned" if x == "contiguous" else x) for x in LAYOUTS),
         (("every_second", "blhd"), "sliced"),
@@ -86,7 +85,7 @@ class _MergeOperands(Operands):
 def make_merge(case: MergeCase, dtype: torch.dtype) -> Operands:
     draw = Draw(case, dtype)
     shape, rows = case.shape, case.shape[:-1]
-    wide = torch.float64 if case.lse_float64 else torch.float32 if case.lse_float32 else draw.wide
+    wide = case.lse_dtype or draw.wide
 
     def placed_rows(values: Tensor) -> Tensor:
         if case.lse_layout == "transposed_rows":

@@ -20,7 +20,7 @@ from torch import Tensor
 from fastattn.backends.primitives import Weights
 
 # Every byte around the tensors is poison, so a read out of bounds changes the results.
-
+_POISON = {torch.bool: 1, torch.int8: 127}  # NaN in floating tensors, else 2**30
 _GUARD = 2048  # poisoned elements before and after a tensor, a multiple of all vector widths
 
 # A layout makes an empty [B, H, L, D] view; `new` allocates contiguous memory of a shape.
@@ -68,11 +68,7 @@ def place(values: Tensor, layout: str = "contiguous") -> Tensor:
         return place(values.flatten(0, -4), layout).unflatten(0, values.shape[:-3])
     if missing > 0:
         return place(values[(None,) * missing], layout)[(0,) * missing]
-    poison: float = float("nan")
-    if not values.is_floating_point():
-        poison = True if values.dtype == torch.bool else 2**30
-        if values.dtype == torch.int8:
-            poison = 127
+    poison = torch.nan if values.is_floating_point() else _POISON.get(values.dtype, 2**30)
 
     def new(*shape: int) -> Tensor:
         buffer = allocate(math.prod(shape), values.dtype)
@@ -95,11 +91,8 @@ class Watch:
     """Copies the storage of some tensors, and detects writes to it."""
 
     def __init__(self, **tensors: Tensor | None) -> None:
-        self._memory = {
-            name: (bytes_of(tensor), bytes_of(tensor).clone())
-            for name, tensor in tensors.items()
-            if tensor is not None
-        }
+        memory = {name: bytes_of(x) for name, x in tensors.items() if x is not None}
+        self._memory = {name: (now, now.clone()) for name, now in memory.items()}
 
     def written(self) -> list[str]:
         return [name for name, (now, then) in self._memory.items() if not torch.equal(now, then)]
@@ -229,10 +222,6 @@ class Draw:
     def normal(self, *shape: int) -> Tensor:
         """Normal numbers, float64."""
         return torch.randn(shape, generator=self.generator, dtype=torch.float64)
-
-    def kept(self, shape: Sequence[int], share: float) -> Tensor:
-        """True for this share of the elements."""
-        return torch.rand(tuple(shape), generator=self.generator) < share
 
     def placed(
         self, values: Tensor, layout: str = "contiguous", dtype: torch.dtype | None = None

@@ -53,7 +53,7 @@ def make_inputs(case: Case, dtype: torch.dtype) -> Operands:
         "query": query,
         "key": placed(case.spreads[1] * normal(b, hkv, case.k_len, d), case.layouts[1]),
         "value": placed(normal(b, hkv, case.k_len, dv), case.layouts[2]),
-        "attn_mask": make_mask(case, (b, h, case.q_len, case.k_len), draw),
+        "attn_mask": _make_mask(case, (b, h, case.q_len, case.k_len), draw),
     }
     if (slopes := draw.slopes(case.alibi, b, h)) is not None:
         made["alibi_slopes"] = placed(slopes, dtype=draw.wide)
@@ -108,7 +108,7 @@ def of_one_head(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
     return {n: x if x is None or x.ndim < 4 else x[:, 0] for n, x in tensors.items()}
 
 
-def make_mask(case: Any, sizes: tuple[int, ...], draw: Draw) -> Tensor | None:
+def _make_mask(case: Case, sizes: tuple[int, ...], draw: Draw) -> Tensor | None:
     """Return the mask of a case, [B|1, H|1, Lq|1, Lk|1]."""
     if case.mask is None:
         return None
@@ -117,7 +117,7 @@ def make_mask(case: Any, sizes: tuple[int, ...], draw: Draw) -> Tensor | None:
     dtype = torch.float32 if case.mask_float32 else draw.dtype
     values = MASKS[case.mask](shape, draw.generator, dtype)
     values = values if values.dtype == torch.bool else values.to(dtype)
-    return place(values, getattr(case, "mask_layout", "contiguous"))
+    return place(values, case.mask_layout)
 
 
 def _poisoned(case: Case, inputs: Operands) -> Operands:
@@ -216,10 +216,6 @@ def _padding(shape: _Shape, draw: torch.Generator, dtype: torch.dtype) -> Tensor
     return (_index(shape, 3) < lengths).expand(shape).clone()
 
 
-def _left_padding(shape: _Shape, draw: torch.Generator, dtype: torch.dtype) -> Tensor:
-    return _padding(shape, draw, dtype).flip(-1)
-
-
 def _one_key(shape: _Shape, draw: torch.Generator, dtype: torch.dtype) -> Tensor:
     """Query i can see only key 7 i % Lk."""
     return (_index(shape, 3) == 7 * _index(shape, 2) % max(shape[3], 1)).expand(shape).clone()
@@ -248,7 +244,7 @@ _BOOLEAN: dict[str, _Mask] = {
     "bool": lambda shape, draw, dtype: _random(shape, draw, 0.7),
     "bool_rows": _random_with_empty_rows,
     "padding": _padding,
-    "left_padding": _left_padding,
+    "left_padding": lambda *args: _padding(*args).flip(-1),
     "nothing": lambda shape, draw, dtype: torch.zeros(shape, dtype=torch.bool),
     "one_key": _one_key,
 }

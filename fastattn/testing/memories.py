@@ -163,13 +163,13 @@ def make_hop_inputs(case: HopCase, dtype: torch.dtype) -> Call:
         "memory_mask": None,
     }
     if case.mask is not None:
-        mask = draw.kept(shape(case.mask), 0.6)
+        mask = torch.rand(shape(case.mask), generator=draw.generator) < 0.6
         if mask.ndim > 1 and mask.shape[0] > 1:
             mask[1].view(-1, case.rows)[0] = False  # a fully masked query, or batch of queries
         tensors["memory_mask"] = draw.placed(mask, case.layout, torch.bool)
     tensors["memory_bias"] = bias = normal(case.bias)
     if bias is not None and case.bias_excludes:
-        bias[draw.kept(bias.shape, 0.3)] = -torch.inf
+        bias[torch.rand(bias.shape, generator=draw.generator) < 0.3] = -torch.inf
     options = {name: getattr(case, name) for name in ("hops", "activation", "normalize", "scale")}
     options["need_weights"] = case.weights
     weights = draw.placed(draw.normal(*lead, case.hops, case.rows), case.layout)

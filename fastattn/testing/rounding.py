@@ -95,9 +95,7 @@ class RandomRounding(DispatchMode):
         self._tiny = limits.smallest_normal * self._unit if dtype == torch.float16 else 0.0
         self._random = random.Random(draw)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operation = func.overloadpacket
         if func.is_view or operation in _EXACT:
@@ -228,7 +226,6 @@ _STEPS: dict[Any, Callable[..., Any]] = {
     aten.baddbmm: _add_product,
     aten.var_mean: _var_mean,
 }
-
 
 _ADDITIONS = frozenset(_packets("add sub rsub add_ sub_"))
 _ROUNDED_ONCE = "add sub rsub mul div add_ sub_ mul_ div_ reciprocal sqrt square frac remainder"

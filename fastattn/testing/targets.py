@@ -109,20 +109,17 @@ def moved(x: Any, device: torch.device | str) -> Any:
     return whole.to(device, copy=True).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def targets(*, emulated: bool = False) -> list[Target]:
+@functools.cache
+def targets(*, emulated: bool = False) -> tuple[Target, ...]:
     """Return the native targets of this machine and build; the default one is last.
 
     ``emulated``: also the stand-ins for instruction sets that this processor may lack.
     """
-    return [Target("cpu", isa) for isa in _isas(emulated)]
-
-
-@functools.cache
-def _isas(emulated: bool) -> tuple[str, ...]:
     if importlib.util.find_spec("fastattn._cpu") is None:
         return ()
     info = importlib.import_module("fastattn._cpu").build_info()
-    return (*(info["emulated"] if emulated else ()), *info["supported"])
+    isas = [*(info["emulated"] if emulated else ()), *info["supported"]]
+    return tuple(Target("cpu", isa) for isa in isas)
 
 
 @contextlib.contextmanager

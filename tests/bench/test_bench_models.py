@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from bench_results import a_result, bench, cell_of, parse
+from bench_results import a_result, answer, bench, cell_of, parse
 from libraries import library
-from torch import Tensor
 
 from fastattn.bench import cells as benchmark_cells
 from fastattn.bench import ops, selection, summary
-from fastattn.bench.cells import Cell, flops, make_inputs, output_names
+from fastattn.bench.cells import Cell, flops, make_inputs
 from fastattn.bench.models import Model
 from fastattn.bench.providers import entered, load
 from fastattn.bench.results import Round
@@ -59,13 +58,6 @@ def model_of(op: str) -> Model:
     return model
 
 
-def answer(provider: str, cell: Cell) -> dict[str, Tensor]:
-    """The results of a provider for a cell, by name."""
-    arrays = load(provider).prepare(cell, make_inputs(cell, 0))()
-    entered.close()
-    return dict(zip(output_names(cell), arrays, strict=True))
-
-
 # Right, or not timed
 
 
@@ -89,11 +81,8 @@ def test_every_provider_is_right(cell: Cell) -> None:
 def test_peers_run_whole_models(provider: str, op: str) -> None:
     pytest.importorskip(provider.partition("-")[0])
     cell = cell_of(op, SMALL[op], mask=ops.get(op).MASKS[-1])
-    peer = load(provider)
-    assert peer.why_not(cell) == []
-    arrays = peer.prepare(cell, make_inputs(cell, 0))()
-    results = dict(zip(output_names(cell), map(torch.as_tensor, arrays), strict=True))
-    assert Oracle(cell, 0).check(results).ok
+    assert load(provider).why_not(cell) == []
+    assert Oracle(cell, 0).check(answer(provider, cell)).ok
     assert load("onnxruntime").why_not(cell_of(op, SMALL[op], dtype="bf16"))
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from bench_results import bench, parse
+from child_process import run_python
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -115,15 +114,8 @@ def test_a_program_is_recorded_and_its_exit_code_kept(
         "sys.exit(3)\n"
     )
     path = tmp_path / "shapes.txt"
-    command = [sys.executable, "-m", "fastattn", "bench", "record", "--out", str(path), "--"]
-    done = subprocess.run(
-        [*command, "python", str(program), "--epochs", "2"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 3, done.stderr
+    command = ("-m", "fastattn", "bench", "record", "--out", str(path), "--", "python")
+    done = run_python(*command, str(program), "--epochs", "2", timeout=120, status=3)
     assert done.stderr == ""
     assert "['--epochs', '2']" in done.stdout
     assert list(recorded(path)) == ["sdpa B=1,H=2,L=7,D=4 fp32 fwd"]

@@ -15,7 +15,7 @@ from typing import Any
 import batched_cases
 import pytest
 import torch
-from batched_cases import OPERATORS, rand
+from batched_cases import OPERATORS, rand, tupled
 from batched_modules import MODULES
 from torch import Tensor
 from torch._vmap_internals import _vmap
@@ -52,8 +52,7 @@ def _strict() -> Iterator[None]:
 
 def results_of(function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
     """The results that have a gradient."""
-    found = function(*inputs)
-    return [y for y in (found if isinstance(found, tuple) else (found,)) if y.requires_grad]
+    return [y for y in tupled(function(*inputs)) if y.requires_grad]
 
 
 def gradient(
@@ -141,13 +140,10 @@ DRAWING = ("dropout", "hard-attention")
 
 def differentiable(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Callable[..., Any]:
     """The function without the results that have no derivative."""
-    found = function(*inputs)
-    has = [y.requires_grad for y in (found if isinstance(found, tuple) else (found,))]
+    has = [y.requires_grad for y in tupled(function(*inputs))]
 
     def call(*x: Tensor) -> tuple[Tensor, ...]:
-        found = function(*x)
-        found = found if isinstance(found, tuple) else (found,)
-        return tuple(y for y, keep in zip(found, has, strict=True) if keep)
+        return tuple(y for y, keep in zip(tupled(function(*x)), has, strict=True) if keep)
 
     return call
 
@@ -296,8 +292,7 @@ def test_saved_hops_that_a_batch_shares_are_read_once() -> None:
         memories = [memory.expand_as(both(memory)).clone() for _ in range(2)]
         given = (both(grad), None, both(query), *memories, None, None, None, *map(both, saved))
         of_query = MemoryHopBackwardOptions(hops=2, needed=1)
-        found: Tensor = cpu.memory_hop_attention_backward(*given, options=of_query)[0]
-        return found
+        return cpu.memory_hop_attention_backward(*given, options=of_query)[0]
 
     got = gradient(_shared)
     assert torch.equal(got, gradient(lambda x: x).expand_as(got))

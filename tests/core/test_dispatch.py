@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from child_process import run_python
 from torch import Tensor
 
 import fastattn
@@ -143,8 +144,7 @@ assert isinstance(loaded, str) != {same}, loaded
 assert [w.category for w in caught] == [fastattn.FallbackWarning] * {int(not same)}, caught
 print(*(w.message for w in caught), builds.backend("cuda")["reason"], sep="\\n")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", code, timeout=120)
     if not same:
         assert done.stdout.count(f"version 0.0.1 and fastattn has {fastattn.__version__}") == 2
         assert f"pip install fastattn-cuda=={fastattn.__version__}" in done.stdout

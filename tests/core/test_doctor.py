@@ -62,129 +62,113 @@ def refused(reason: str) -> dict[str, Any]:
     return {"isa": {**ISA, "unsupported": {"amx_bf16": reason}}}
 
 
-# Check, difference to a healthy machine, level, and words of the finding and its fix.
-FINDINGS = [
-    ("torch_version", {"torch": "2.99", "torch_untested": True}, "note", "2.99 is newer", "verify"),
-    ("torch_version", {"fast_route_lacks": ["torch._C._x"]}, "problem", "2.13.0 lacks", "newer"),
-    (
-        "measured_gpu",
-        {"choices": [{"device": "cuda", "source": evidence.UNVERIFIED}]},
-        "note",
-        "unverified on this GPU",
-        "fastattn tune",
-    ),
-    (
-        "native_core",
-        without_kernels("no C++ compiler was found"),
-        "problem",
-        "no C++ compiler was found",
-        "apt-get install g++",
-    ),
-    (
-        "native_core",
-        without_kernels("the native core is built on Linux only; this is darwin"),
-        "note",
-        "darwin",
-        "use Linux",
-    ),
-    (
-        "native_core",
-        without_kernels('ValueError: FASTATTN_CPU_ISA: "mmx" is not available here'),
-        "problem",
-        "mmx",
-        "unset FASTATTN_CPU_ISA",
-    ),
-    ("native_core", without_kernels("there was no native build"), "problem", "no native", "pip"),
-    (
-        "cuda_kernels",
-        {"backends": built("it was built but cannot be used: ImportError: version 0.1.0")},
-        "problem",
-        "cannot be used: ImportError: version 0.1.0",
-        "pip uninstall fastattn-cuda",
-    ),
-    (
-        "fresh_build",
-        {"backends": built(stale=True)},
-        "problem",
-        "csrc has changed",
-        "make build",
-    ),
-    (
-        "complete_build",
-        {"isa": UP_TO_AVX2, "backends": built(left_out={"avx512": NOT_REQUESTED})},
-        "problem",
-        "avx512: not requested",
-        "build again without FASTATTN_CPU_ISAS=native: `pip install",
-    ),
-    (
-        "complete_build",
-        {"isa": UP_TO_AVX2, "backends": built(left_out={"avx512": REJECTED})},
-        "problem",
-        "avx512: g++ rejects",
-        "build again with a newer compiler: `pip install",
-    ),
-    (
-        "instruction_set",
-        {"isa": {**ISA, "isa": "avx2"}, "environment": {"FASTATTN_CPU_ISA": "avx2"}},
-        "problem",
-        "forces avx2; the choice for this processor is avx512",
-        "unset FASTATTN_CPU_ISA",
-    ),
-    (
-        "tiles",
-        refused("Linux refuses the tiles of AMX: Operation not permitted"),
-        "problem",
-        "Operation not permitted",
-        "seccomp",
-    ),
-    ("tiles", refused("the system does not save the tiles"), "problem", "not save", "Linux 5.16"),
-    (
-        "one_openmp",
-        {"openmp": {"runtimes": ["libgomp-1.so", "libgomp.so.1"], "shared": None}},
-        "problem",
-        "2 OpenMP runtimes are loaded: libgomp-1.so, libgomp.so.1",
-        "import torch before",
-    ),
-    (
-        "one_openmp",
-        {"openmp": {"runtimes": ["libgomp.so.1", "libiomp5.so"], "shared": "libgomp.so.1"}},
-        "note",
-        "share libgomp.so.1",
-        "OMP_WAIT_POLICY=passive",
-    ),
-    ("threads", on_cpu(usable_cores=4), "problem", "8 threads on 4 usable", "OMP_NUM_THREADS=4"),
-    ("threads", {"threads": 9}, "problem", "9 threads on 8", "set_num_threads(8)"),
-    ("threads", on_cpu(quota=2.5), "problem", "time of 2.5", "OMP_NUM_THREADS=2"),
-    ("threads", on_cpu(quota=0.5), "problem", "time of 0.5", "OMP_NUM_THREADS=1"),
-    (
-        "idle_cores",
-        {"threads": 1, "environment": {"OMP_NUM_THREADS": "1"}},
-        "note",
-        "1 of 8 cores",
-        "torchrun",
-    ),
-    ("subnormals", {"flushes_subnormals": True}, "problem", "-ffast-math", "set_flush_denormal"),
-    (
-        "linear_layers",
-        {
-            "linear_layers": {
-                "float32": {"torch": 31.0, "ours": 31.0},
-                "bfloat16": {"torch": 6.0, "ours": 46.0},
-            }
-        },
-        "note",
-        "in bfloat16 at 6 GFLOP/s here, in float32 at 31",
-        "accelerate(model)` makes it bfloat16 46",
-    ),
-    ("subnormals", {"subnormal_slowdown": 40.0}, "note", "40 times", "set_flush_denormal(True)"),
-    (
-        "interpreted_triton",
-        {"environment": {"TRITON_INTERPRET": "1"}},
-        "problem",
-        "interpreted",
-        "unset TRITON_INTERPRET",
-    ),
-]
+# By level: check, difference to a healthy machine, and words of the finding and its fix.
+FINDINGS = {
+    "problem": [
+        ("torch_version", {"fast_route_lacks": ["torch._C._x"]}, "2.13.0 lacks", "newer"),
+        (
+            "native_core",
+            without_kernels("no C++ compiler was found"),
+            "no C++ compiler was found",
+            "apt-get install g++",
+        ),
+        (
+            "native_core",
+            without_kernels('ValueError: FASTATTN_CPU_ISA: "mmx" is not available here'),
+            "mmx",
+            "unset FASTATTN_CPU_ISA",
+        ),
+        ("native_core", without_kernels("there was no native build"), "no native", "pip"),
+        (
+            "cuda_kernels",
+            {"backends": built("it was built but cannot be used: ImportError: version 0.1.0")},
+            "cannot be used: ImportError: version 0.1.0",
+            "pip uninstall fastattn-cuda",
+        ),
+        ("fresh_build", {"backends": built(stale=True)}, "csrc has changed", "make build"),
+        (
+            "complete_build",
+            {"isa": UP_TO_AVX2, "backends": built(left_out={"avx512": NOT_REQUESTED})},
+            "avx512: not requested",
+            "build again without FASTATTN_CPU_ISAS=native: `pip install",
+        ),
+        (
+            "complete_build",
+            {"isa": UP_TO_AVX2, "backends": built(left_out={"avx512": REJECTED})},
+            "avx512: g++ rejects",
+            "build again with a newer compiler: `pip install",
+        ),
+        (
+            "instruction_set",
+            {"isa": {**ISA, "isa": "avx2"}, "environment": {"FASTATTN_CPU_ISA": "avx2"}},
+            "forces avx2; the choice for this processor is avx512",
+            "unset FASTATTN_CPU_ISA",
+        ),
+        (
+            "tiles",
+            refused("Linux refuses the tiles of AMX: Operation not permitted"),
+            "Operation not permitted",
+            "seccomp",
+        ),
+        ("tiles", refused("the system does not save the tiles"), "not save", "Linux 5.16"),
+        (
+            "one_openmp",
+            {"openmp": {"runtimes": ["libgomp-1.so", "libgomp.so.1"], "shared": None}},
+            "2 OpenMP runtimes are loaded: libgomp-1.so, libgomp.so.1",
+            "import torch before",
+        ),
+        ("threads", on_cpu(usable_cores=4), "8 threads on 4 usable", "OMP_NUM_THREADS=4"),
+        ("threads", {"threads": 9}, "9 threads on 8", "set_num_threads(8)"),
+        ("threads", on_cpu(quota=2.5), "time of 2.5", "OMP_NUM_THREADS=2"),
+        ("threads", on_cpu(quota=0.5), "time of 0.5", "OMP_NUM_THREADS=1"),
+        ("subnormals", {"flushes_subnormals": True}, "-ffast-math", "set_flush_denormal"),
+        (
+            "interpreted_triton",
+            {"environment": {"TRITON_INTERPRET": "1"}},
+            "interpreted",
+            "unset TRITON_INTERPRET",
+        ),
+    ],
+    "note": [
+        ("torch_version", {"torch": "2.99", "torch_untested": True}, "2.99 is newer", "verify"),
+        (
+            "measured_gpu",
+            {"choices": [{"device": "cuda", "source": evidence.UNVERIFIED}]},
+            "unverified on this GPU",
+            "fastattn tune",
+        ),
+        (
+            "native_core",
+            without_kernels("the native core is built on Linux only; this is darwin"),
+            "darwin",
+            "use Linux",
+        ),
+        (
+            "one_openmp",
+            {"openmp": {"runtimes": ["libgomp.so.1", "libiomp5.so"], "shared": "libgomp.so.1"}},
+            "share libgomp.so.1",
+            "OMP_WAIT_POLICY=passive",
+        ),
+        (
+            "idle_cores",
+            {"threads": 1, "environment": {"OMP_NUM_THREADS": "1"}},
+            "1 of 8 cores",
+            "torchrun",
+        ),
+        (
+            "linear_layers",
+            {
+                "linear_layers": {
+                    "float32": {"torch": 31.0, "ours": 31.0},
+                    "bfloat16": {"torch": 6.0, "ours": 46.0},
+                }
+            },
+            "in bfloat16 at 6 GFLOP/s here, in float32 at 31",
+            "accelerate(model)` makes it bfloat16 46",
+        ),
+        ("subnormals", {"subnormal_slowdown": 40.0}, "40 times", "set_flush_denormal(True)"),
+    ],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -196,9 +180,12 @@ def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize(("check", "changed", "level", "what", "fix"), FINDINGS)
+@pytest.mark.parametrize(
+    ("level", "check", "changed", "what", "fix"),
+    [(level, *row) for level, rows in FINDINGS.items() for row in rows],
+)
 def test_only_the_right_check_finds_a_fault(
-    check: str, changed: dict[str, Any], level: str, what: str, fix: str
+    level: str, check: str, changed: dict[str, Any], what: str, fix: str
 ) -> None:
     found = doctor.examine({**healthy(), **changed})
     (name,) = [name for name, finding in found.items() if finding]
@@ -213,7 +200,8 @@ def test_only_the_right_check_finds_a_fault(
 
 
 def test_every_check_has_a_fault() -> None:
-    assert {check.__name__ for check in doctor.CHECKS} == {row[0] for row in FINDINGS}
+    named = {row[0] for rows in FINDINGS.values() for row in rows}
+    assert {check.__name__ for check in doctor.CHECKS} == named
 
 
 @pytest.mark.parametrize(

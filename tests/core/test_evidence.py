@@ -209,7 +209,7 @@ def test_unverified_kernels_warn_once_and_run_when_forced(monkeypatch: pytest.Mo
                 assert dispatch.choose("merge_states", states, options) == "triton"
             found = explanation("merge_states", states, options)
         assert found.runs == "reference"
-        assert found.reasons["triton"] == [dispatch.UNVERIFIED]
+        assert found.reasons["triton"] == [evidence.UNVERIFIED]
 
 
 def test_nothing_warns_where_no_kernel_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +229,7 @@ def test_info_names_an_unverified_gpu(capsys: pytest.CaptureFixture[str]) -> Non
     assert "torch      runs" in of_bf16
     for text in (of_bf16, of_masked, of_additive):
         assert f"order      torch, reference ({unverified})" in text
-        assert f"triton     {dispatch.UNVERIFIED}" in text
+        assert f"triton     {unverified}" in text
     for text in (of_masked, of_additive):
         assert "reference  runs" in text
 

@@ -39,8 +39,7 @@ def passes(call: Callable[..., Any], *tensors: Tensor) -> list[int]:
 
     def run() -> Tensor:
         out = call(*leaves)
-        total: Tensor = (out[0] if isinstance(out, tuple) else out).sum()
-        return total
+        return (out[0] if isinstance(out, tuple) else out).sum()
 
     forward, both = counted(run), counted(lambda: run().backward())
     forward.pop("others"), both.pop("others")
@@ -234,8 +233,7 @@ def test_a_replaced_module_counts_as_pytorch_does(weights: bool, padded: bool) -
     padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2]) if padded else None
 
     def run(module: nn.Module, needed: bool) -> Tensor:
-        out: Tensor = module(x, x, x, key_padding_mask=padding, need_weights=needed)[0]
-        return out
+        return module(x, x, x, key_padding_mask=padding, need_weights=needed)[0]
 
     expected, got = counted(lambda: run(stock, True)), counted(lambda: run(ours, weights))
     assert sum(got.values()) == expected["others"]

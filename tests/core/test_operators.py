@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from batched_cases import OPERATORS
+from batched_cases import OPERATORS, tupled
 from batched_modules import MODULES
 from recorder import Recorder
 from torch import Tensor
@@ -67,10 +67,6 @@ def backend(choice: str, name: str) -> str:
     if "learned" in name and dispatch.forced.get() == "cpu":
         pytest.skip("the kernels of the CPU have no gradient of it")
     return choice
-
-
-def tupled(found: Any) -> tuple[Tensor, ...]:
-    return found if isinstance(found, tuple) else (found,)
 
 
 def scalar(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Callable[..., Tensor]:

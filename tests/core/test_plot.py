@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
+from child_process import run_python
 
 import fastattn
 from fastattn import plot
@@ -128,7 +128,7 @@ def test_without_matplotlib_the_extra_is_named() -> None:
         "try: fastattn.plot.heatmap([[1.0]])\n"
         "except ImportError as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python("-c", code)
     assert "pip install 'fastattn[plot]'" in done.stdout
 
 

@@ -6,6 +6,7 @@ No test needs a GPU: ``on_a_gpu`` treats CPU tensors as GPU tensors.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -111,8 +112,7 @@ def test_a_clearly_faster_gemm_is_chosen(native: Any, monkeypatch: pytest.Monkey
 
     def chosen(dtype: torch.dtype, **seconds: float) -> Gemm:
         times(monkeypatch, **seconds)
-        gemm: Gemm = tune.linear_layers(dtype).use
-        return gemm
+        return tune.linear_layers(dtype).use
 
     with be(AMD):
         usual = evidence.choose("gemm", "cpu", dtype=torch.bfloat16).use
@@ -202,30 +202,28 @@ def test_without_a_backend_no_row_is_written(
     assert "no backend runs it here" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("backend", "printed"),
+    [
+        (Backend(), ""),
+        (Backend(wrong=0.5), "FAIL sinusoidal_encoding"),
+        (
+            Backend(error=torch.OutOfMemoryError("no memory left")),
+            "not checked, not enough memory: no memory left",
+        ),
+    ],
+)
 def test_the_case_table_judges(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    backend: Backend,
+    printed: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     load = dispatch.load
-
-    def is_right(wrong: float) -> bool:
-        backend = Backend(wrong)
-        monkeypatch.setitem(__import__("sys").modules, "fastattn.backends.triton", backend)
-        monkeypatch.setattr(dispatch, "load", lambda n: backend if n == "triton" else load(n))
-        return tune.is_right("triton", OP, torch.float32, CPU)
-
-    assert is_right(0.0)
-    assert not is_right(0.5)
-    assert "FAIL sinusoidal_encoding" in capsys.readouterr().out
-
-
-def test_a_case_that_raises_admits_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    backend, load = Backend(error=torch.OutOfMemoryError("no memory left")), dispatch.load
-    monkeypatch.setitem(__import__("sys").modules, "fastattn.backends.triton", backend)
+    monkeypatch.setitem(sys.modules, "fastattn.backends.triton", backend)
     monkeypatch.setattr(dispatch, "load", lambda n: backend if n == "triton" else load(n))
-    assert not tune.is_right("triton", OP, torch.float32, CPU)
-    assert "not checked, not enough memory: no memory left" in capsys.readouterr().out
+    assert tune.is_right("triton", OP, torch.float32, CPU) == (not printed)
+    assert printed in capsys.readouterr().out
 
 
 def test_earlier_rows_stay_if_a_later_operator_fails(

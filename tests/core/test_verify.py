@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,12 @@ from fastattn.testing import Target, targets
 
 OP = "scaled_dot_product_attention"
 ONE = ["verify", "--backend", "reference", "--op", OP, "--case", "plain"]
+
+
+def replace_backend(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
+    """Put the reference with other functions in the place of every backend."""
+    module = SimpleNamespace(**{**vars(reference), **functions})
+    monkeypatch.setattr(Target, "module", property(lambda _: module))
 
 
 def test_verify_passes_and_reports_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,12 +55,7 @@ def test_a_wrong_result_fails_verify(
         dq, dk, dv, *others = right(*args, **options)
         return dq, dk, dv * 1.01, *others
 
-    class Wrong:
-        why_not = staticmethod(reference.why_not)
-        scaled_dot_product_attention = staticmethod(reference.scaled_dot_product_attention)
-        scaled_dot_product_attention_backward = staticmethod(wrong)
-
-    monkeypatch.setattr(Target, "module", property(lambda _: Wrong))
+    replace_backend(monkeypatch, scaled_dot_product_attention_backward=wrong)
     assert cli.main([*ONE, "--dtype", "float32"]) == 1
     printed = capsys.readouterr().out
     assert "FAIL plain float32 reference: grad_value" in printed
@@ -67,13 +69,9 @@ def test_an_exception_is_a_failure_of_its_case_alone(
     def broken(*args: Any, **options: Any) -> Any:
         raise RuntimeError("no such kernel")
 
-    class Broken:
-        why_not = staticmethod(reference.why_not)
-        scaled_dot_product_attention = staticmethod(broken)
-        sinusoidal_encoding = staticmethod(reference.sinusoidal_encoding)
-
-    monkeypatch.setattr(Target, "module", property(lambda _: Broken))
-    assert cli.main(["verify", "--backend", "reference", "--dtype", "float64", "--quick"]) == 1
+    replace_backend(monkeypatch, scaled_dot_product_attention=broken)
+    arguments = ("--backend", "reference", "--op", f"{OP},sinusoidal_encoding", "--quick")
+    assert cli.main(["verify", *arguments, "--dtype", "float64"]) == 1
     printed = capsys.readouterr().out
     assert "RuntimeError: no such kernel" in printed
     (table_row,) = [line for line in printed.splitlines() if line.startswith("sinusoidal")]
@@ -83,11 +81,7 @@ def test_an_exception_is_a_failure_of_its_case_alone(
 def test_declined_cases_are_counted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Declines:
-        why_not = staticmethod(lambda *args, **options: ["not today"])
-        scaled_dot_product_attention = staticmethod(reference.scaled_dot_product_attention)
-
-    monkeypatch.setattr(Target, "module", property(lambda _: Declines))
+    replace_backend(monkeypatch, why_not=lambda *args, **options: ["not today"])
     assert cli.main(ONE) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(OP)]
     assert [row[3:6] for row in rows] == [["1", "0", "1"]] * 4  # checks, failed, declined

@@ -260,8 +260,7 @@ def test_sinks_of_any_size(adapter: ModuleType, is_hopper: bool, dtype: torch.dt
     finally:
         adapter._cuda.allow_hopper(False)
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
-    for got, want in zip(found, run("reference"), strict=True):
-        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found, run("reference"), rtol=tolerance, atol=tolerance)
     out, lse, *_, grad_sinks = found
     assert not out[:, 1].any()
     assert torch.equal(lse[:, 2:, 2], sinks.detach()[2:].expand(2, 2))
@@ -307,8 +306,7 @@ def test_an_entry_of_minus_infinity_hides_its_pairs(
         adapter._cuda.allow_hopper(False)
     wanted = _with_gradients(adapter, "reference", tensors, grad_out, lambda table: table)
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
-    for got, want in zip(found, wanted, strict=True):
-        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
     assert not found[0][:, :, :10].any()
     assert found[0][:, :, 10:].isfinite().all()
 
@@ -497,8 +495,7 @@ def _why_not(adapter: ModuleType, **changes: Any) -> list[str]:
     tensors = {**dispatch.tensors_by_name(op, inputs.args)}
     if "mask" in changes:
         tensors["attn_mask"] = changes.pop("mask")
-    reasons: list[str] = adapter.why_not(op, tensors, replace(inputs.options, **changes))
-    return reasons
+    return adapter.why_not(op, tensors, replace(inputs.options, **changes))
 
 
 def test_reasons_against_a_call_are_plain_sentences(adapter: ModuleType) -> None:

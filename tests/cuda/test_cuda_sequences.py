@@ -131,8 +131,7 @@ def test_nan_stays_in_its_sequence(adapter: ModuleType) -> None:
 
 def _why_not(adapter: ModuleType, op: str, tensors: Sequence[Any], options: Any) -> list[str]:
     """The reasons against a call."""
-    reasons: list[str] = adapter.why_not(op, dispatch.tensors_by_name(op, tensors), options)
-    return reasons
+    return adapter.why_not(op, dispatch.tensors_by_name(op, tensors), options)
 
 
 @pytest.mark.complete

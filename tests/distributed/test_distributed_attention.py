@@ -24,34 +24,25 @@ from distributed_cases import (
     layout_of,
     whole,
 )
+from distributed_runs import check_cases
 from within_bound import assert_right
 
 import fastattn
 from fastattn.distributed import Layout, Share, plan
 
 
-def failures(cases: Sequence[Case], results: list[list[Any]]) -> list[str]:
-    """What is wrong with the results of all cases, by group of ranks and rank."""
-    found = []
-    for case in cases:
-        for group in results:
-            ranks = len(group)
-            if not case.fits(ranks):
-                continue
-            name = f"{case.name} on {ranks} ranks"
-            parts = [result[case.name] for result in group]
-            wrong = {part for part in parts if isinstance(part, str)}
-            if wrong:
-                found.append(f"{name}: {wrong}")
-                continue
-            total = joined(case, parts)
-            try:
-                assert_right(total, lambda case=case: definition(case), case.dtype)
-                if case.method == "ulysses":  # one call for all rows and keys, as on one process
-                    check_same_bits(case, total)
-            except AssertionError as error:
-                found.append(f"{name}: {error}")
-    return found
+def check_attention(case: Case, parts: list[dict[str, torch.Tensor]]) -> None:
+    """The joined results of all ranks must be within the error bound."""
+    total = joined(case, parts)
+    assert_right(total, lambda: definition(case), case.dtype)
+    if case.method == "ulysses":  # one call for all rows and keys, as on one process
+        check_same_bits(case, total)
+
+
+def check_groups(groups: list[list[Any]], cases: Sequence[Case]) -> None:
+    """Check the results of all cases, by group of ranks and rank."""
+    for group in groups:
+        check_cases(group, [case for case in cases if case.fits(len(group))], check_attention)
 
 
 def check_same_bits(case: Case, found: dict[str, torch.Tensor]) -> None:
@@ -75,10 +66,7 @@ def check_same_bits(case: Case, found: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("numbers", [(3,), pytest.param((1, 2, 4), marks=pytest.mark.complete)])
 def test_every_case(tmp_path: Path, numbers: tuple[int, ...]) -> None:
     jobs = [("distributed_cases:run_cases", ranks) for ranks in numbers]
-    results = rank_group.run(tmp_path, jobs)
-    assert all(result is not None for group in results for result in group)
-    wrong = failures(CASES, results)
-    assert not wrong, f"{len(wrong)} calls:\n" + "\n".join(wrong)
+    check_groups(rank_group.run(tmp_path, jobs), CASES)
 
 
 @pytest.mark.complete
@@ -132,15 +120,13 @@ def test_within_a_compiled_function(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_reference(tmp_path: Path) -> None:
     jobs = [("distributed_cases:run_reference_cases", ranks) for ranks in (2, 3, 4)]
-    wrong = failures(REFERENCE_CASES, rank_group.run(tmp_path, jobs, seconds=120))
-    assert not wrong, f"{len(wrong)} calls:\n" + "\n".join(wrong)
+    check_groups(rank_group.run(tmp_path, jobs, seconds=120), REFERENCE_CASES)
 
 
 @pytest.mark.slow
 def test_random_cases(tmp_path: Path) -> None:
     jobs = [("distributed_cases:run_random_cases", ranks) for ranks in (2, 3, 4, 5)]
-    wrong = failures(RANDOM_CASES, rank_group.run(tmp_path, jobs, seconds=120))
-    assert not wrong, f"{len(wrong)} calls:\n" + "\n".join(wrong)
+    check_groups(rank_group.run(tmp_path, jobs, seconds=120), RANDOM_CASES)
 
 
 # --- layouts -------------------------------------------------------------------------------------

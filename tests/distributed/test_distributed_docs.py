@@ -34,8 +34,7 @@ def run_example() -> bool:
 
 def run_tutorial() -> list[float]:
     """The losses of the tutorial."""
-    losses: list[float] = run_first_block(DOCS / "long_context.md")["losses"]
-    return losses
+    return run_first_block(DOCS / "long_context.md")["losses"]
 
 
 @pytest.mark.complete

@@ -9,8 +9,9 @@ import network
 import pytest
 import rank_group
 from distributed_faults import SECONDS
-from test_distributed_attention import failures
-from test_distributed_shards import check_cases, check_decode, check_memory
+from distributed_runs import check_cases
+from test_distributed_attention import check_attention
+from test_distributed_shards import check_decode, check_memory
 
 pytestmark = pytest.mark.slow
 
@@ -22,10 +23,9 @@ def check(folder: Path, names: list[str]) -> None:
     job = ("distributed_network:run_cases", RANKS)
     (group,) = rank_group.run(folder, [job], 60.0, names)
     of_attention, of_memories, of_caches = zip(*group, strict=True)
-    wrong = failures(distributed_network.CASES, [list(of_attention)])
-    assert not wrong, "\n".join(wrong)
-    check_cases(list(of_memories), distributed_network.MEMORY_CASES, check_memory)
-    check_cases(list(of_caches), distributed_network.DECODE_CASES, check_decode)
+    check_cases(of_attention, distributed_network.CASES, check_attention)
+    check_cases(of_memories, distributed_network.MEMORY_CASES, check_memory)
+    check_cases(of_caches, distributed_network.DECODE_CASES, check_decode)
 
 
 def test_late_messages(tmp_path: Path) -> None:

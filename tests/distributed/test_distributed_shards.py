@@ -12,6 +12,7 @@ import pytest
 import rank_group
 import torch
 from distributed_faults import SECONDS, check_messages, check_others
+from distributed_runs import check_cases
 from snippets import blocks, run
 from torch import Tensor
 from torch import distributed as dist
@@ -19,20 +20,6 @@ from within_bound import assert_right
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/sharded.md"
 Group = list[Any]  # the results of each rank
-
-
-def check_cases(group: Group, cases: Any, check: Callable[[Any, list[Any]], None]) -> None:
-    """Check each case with the results of all ranks."""
-    wrong = []
-    for case in cases:
-        parts = [result[case.name] for result in group]
-        errors = {part for part in parts if isinstance(part, str)}
-        try:
-            assert not errors, errors
-            check(case, parts)
-        except AssertionError as error:
-            wrong.append(f"{case.name} on {len(group)} ranks: {error}")
-    assert not wrong, f"{len(wrong)} calls:\n" + "\n".join(wrong)
 
 
 def check_memory(case: distributed_memory.Case, parts: list[dict[str, Tensor]]) -> None:
@@ -101,6 +88,10 @@ def run_page() -> list[bool]:
     ]
 
 
+def check_page(group: Group) -> None:
+    assert group == [[True] * 5] * 3
+
+
 HOP = "fastattn.distributed.memory_hop_attention"
 RETRIEVE = "fastattn.distributed.hopfield_retrieve"
 DECODE = "fastattn.distributed.decode_attention"
@@ -158,12 +149,8 @@ CHECKS: dict[str, Callable[[Group], None]] = {
     "distributed_modules:run_modules": check_modules,
     "distributed_modules:messages": check_refused,
     "distributed_shard_faults:disagree": check_disagreement,
-    "test_distributed_shards:run_page": lambda group: assert_all(group),
+    "test_distributed_shards:run_page": check_page,
 }
-
-
-def assert_all(group: Group) -> None:
-    assert group == [[True] * 5] * 3
 
 
 def check_all(folder: Path, jobs: list[rank_group.Job]) -> None:

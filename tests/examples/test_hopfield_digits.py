@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from child_process import run_python
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hopfield_digits.py"
 
@@ -65,12 +64,5 @@ def test_a_missing_scikit_learn_is_named(tmp_path: Path) -> None:
     """Without scikit-learn."""
     hidden = tmp_path / "sklearn.py"
     hidden.write_text("raise ImportError('hidden')")
-    run = subprocess.run(
-        [sys.executable, str(EXAMPLE)],
-        env={"PYTHONPATH": f"{tmp_path}:{EXAMPLE.parents[1]}", "PATH": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 1
+    run = run_python(str(EXAMPLE), status=1, PYTHONPATH=f"{tmp_path}:{EXAMPLE.parents[1]}")
     assert "pip install 'fastattn[digits]'" in run.stderr

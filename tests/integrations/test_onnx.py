@@ -55,8 +55,7 @@ class Functional(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.project(x).chunk(3, -1))
         x = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        out: Tensor = self.encode(x)
-        return out
+        return self.encode(x)
 
 
 def exported(

@@ -95,8 +95,7 @@ SHAPES = ((2, 5, 3, 4), (1, 600, 2, 530), (2, 3, 300, 2), (1, 7, 1, 7))
 
 @pytest.fixture(params=["v2_5", "v2_6"])
 def block(request: pytest.FixtureRequest) -> nn.Module:
-    found: nn.Module = tabpfn_model(request.param).blocks[0]  # type: ignore[index]
-    return found
+    return tabpfn_model(request.param).blocks[0]  # type: ignore[index]
 
 
 @pytest.fixture

@@ -104,16 +104,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], tuple[Tensor, ...]]] = {
     ),
     "appended": ({"add_bias_kv": True, "add_zero_attn": True}, (X, X, X)),
 }
-NAMES = (
-    "embed_dim",
-    "num_heads",
-    "head_dim",
-    "kdim",
-    "vdim",
-    "batch_first",
-    "add_zero_attn",
-    "out_proj",
-)
+NAMES = "embed_dim num_heads head_dim kdim vdim batch_first add_zero_attn out_proj".split()
+PARAMETERS = "in_proj_weight in_proj_bias q_proj_weight v_proj_weight out_proj.weight bias_k bias_v"
 
 
 def attentions(options: dict[str, Any]) -> tuple[nn.Module, nn.Module, nn.Module]:
@@ -151,18 +143,7 @@ def test_a_changed_attention_acts_as_in_pytorch(name: str, layout: str) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "in_proj_weight",
-        "in_proj_bias",
-        "q_proj_weight",
-        "v_proj_weight",
-        "out_proj.weight",
-        "bias_k",
-        "bias_v",
-    ],
-)
+@pytest.mark.parametrize("name", PARAMETERS.split())
 def test_a_changed_parameter_acts_as_in_pytorch(name: str, layout: str) -> None:
     shapes = [(48, 16), (16, 16), (16, 12), (48,), (16,), (0,)]
     if name.startswith("bias"):

@@ -313,13 +313,10 @@ def test_nested_tensors(need_weights: bool, average: bool, backend: str) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         nested = torch.nested.nested_tensor([X[0, :2], X[1], X[2, :1]])
+    options = {"need_weights": need_weights, "average_attn_weights": average}
     with torch.no_grad():
-        want, want_weights = stock(
-            nested, nested, nested, need_weights=need_weights, average_attn_weights=average
-        )
-        got, weights = fused(
-            nested, nested, nested, need_weights=need_weights, average_attn_weights=average
-        )
+        want, want_weights = stock(nested, nested, nested, **options)
+        got, weights = fused(nested, nested, nested, **options)
     assert got.is_nested
     for a, b in zip(got.unbind(), want.unbind(), strict=True):
         assert torch.allclose(a, b, atol=1e-6)

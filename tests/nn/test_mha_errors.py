@@ -24,6 +24,13 @@ def message(function: Callable[[], Any]) -> tuple[type, str] | None:
     return None
 
 
+def assert_same_error(call: Callable[[Any], Any]) -> None:
+    """The call must raise the same error with our class as with PyTorch's."""
+    want = message(lambda: call(nn.MultiheadAttention))
+    assert want is not None
+    assert message(lambda: call(MultiheadAttention)) == want
+
+
 def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.ones(shape, dtype=dtype)
 
@@ -55,17 +62,12 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 @pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"add_bias_kv": True}], ids=str)
 def test_errors_equal_pytorchs(case: str, options: dict[str, Any]) -> None:
     args, keywords = WRONG[case]
-    want = message(lambda: nn.MultiheadAttention(8, 2, **options)(*args, **keywords))
-    got = message(lambda: MultiheadAttention(8, 2, **options)(*args, **keywords))
-    assert want is not None
-    assert got == want
+    assert_same_error(lambda cls: cls(8, 2, **options)(*args, **keywords))
 
 
 def test_errors_of_separate_projections_equal_pytorchs() -> None:
     for args in ((X, ones(5, 2, 6), ones(4, 2, 8)), (X, ones(5, 2, 6), ones(5, 3, 8))):
-        want = message(lambda args=args: nn.MultiheadAttention(8, 2, kdim=6)(*args))
-        assert want is not None
-        assert message(lambda args=args: MultiheadAttention(8, 2, kdim=6)(*args)) == want
+        assert_same_error(lambda cls, args=args: cls(8, 2, kdim=6)(*args))
 
 
 @pytest.mark.parametrize("name", ["bias_k", "bias_v"])
@@ -75,9 +77,7 @@ def test_bias_k_without_bias_v_is_an_error(name: str) -> None:
         setattr(module, name, None)
         module(X, X, X)
 
-    want = message(lambda: call(nn.MultiheadAttention))
-    assert want is not None
-    assert message(lambda: call(MultiheadAttention)) == want
+    assert_same_error(call)
 
 
 def test_different_batches_of_keys_and_queries_are_an_error() -> None:
@@ -87,9 +87,7 @@ def test_different_batches_of_keys_and_queries_are_an_error() -> None:
 
 @pytest.mark.parametrize("options", [(0, 1), (8, 0), (8, 3), (-1, 1)])
 def test_errors_of_the_constructor_equal_pytorchs(options: tuple[int, int]) -> None:
-    want = message(lambda: nn.MultiheadAttention(*options))
-    assert want is not None
-    assert message(lambda: MultiheadAttention(*options)) == want
+    assert_same_error(lambda cls: cls(*options))
 
 
 DTYPES = [torch.bool, torch.float32, torch.float64, torch.bfloat16]

@@ -39,8 +39,7 @@ def test_equals_the_stored_mask(
     for given in ({"mask": MASK}, {"attn_mask": pairs()}):
         out, weights = layer(x, x, x, **given, **options)
         results.append((out, weights, *torch.autograd.grad(out.sum(), layer.in_proj_weight)))
-    for got, want in zip(*results, strict=True):
-        assert_close(got, want)
+    assert_close(*results)
 
 
 def test_both_masks_exclude(normal: Callable[..., Tensor]) -> None:

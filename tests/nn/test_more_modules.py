@@ -29,8 +29,7 @@ def test_luong_holds_the_weights(method: str, window: str, normal: Callable[...,
         query, key, key, method=method, weight=weight, window=window, D=2, positions=positions,
         need_weights=True,
     )  # fmt: skip
-    for got, expected in zip(module(query, key), want, strict=True):
-        torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(module(query, key), want)
     key.requires_grad_()
     module(query, key)[0].sum().backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
@@ -231,11 +230,15 @@ TOKENS = nn.Transformer(
     8, 2, 1, 1, 8, vocab_size=5, batch_first=True, dropout=0.0, dtype=torch.float64
 ).eval()
 X = torch.zeros(2, 3, 6)
+# By the word that the error must have; a letter after it tells calls apart.
 INVALID: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
+    "units": (nn.BahdanauAttention, (0, -1, 2.0, True)),
     "query_size": (lambda n: nn.BahdanauAttention(4, query_size=n), (0, -1, 1.0, "3", True)),
     "memory_size": (lambda n: nn.BahdanauAttention(4, memory_size=n), (0, 1.0)),
     "dim": (lambda n: nn.AdditiveAttention(dim=n), (0, -1, "3")),
     "dropout": (lambda n: nn.LuongAttention(4, dropout=n), (2.0, "0.5", None, 1j)),
+    "dropout b": (lambda n: nn.BahdanauAttention(3, dropout=n), (2,)),
+    "dropout c": (lambda n: nn.AdditiveAttention(dropout=n), (2,)),
     "key_size": (lambda n: nn.LuongAttention(4, n), (0, -(2**31), 1.0)),
     "attention_size": (lambda n: nn.LuongAttention(4, attention_size=n), (0, [1])),
     "value_dim": (lambda n: nn.KeyValueMemory(4, 4, n), (0, -1, "3")),
@@ -267,7 +270,7 @@ INVALID: dict[str, tuple[Callable[[Any], Any], tuple[Any, ...]]] = {
 def test_a_wrong_argument_is_named(name: str) -> None:
     call, values = INVALID[name]
     for value in values:
-        with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
+        with pytest.raises((TypeError, ValueError), match=rf"\b{name.split()[0]}\b"):
             call(value)
 
 

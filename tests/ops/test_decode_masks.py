@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from case_table import refuses
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -140,32 +141,27 @@ def test_vmap(backend: str) -> None:
     assert_close(torch.vmap(call)(*examples), want)
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"mask": torch.ones(2, 9)}, TypeError, "argument 'mask' must be Mask, not Tensor"),
-        ({"mask": masks.from_function(lambda b, h, q, k: q >= k, None, None, 2, 12)}, RuntimeError,
-         "mask must be one of positions or documents"),
-        ({"mask": masks.document(IDS[:, :9])}, RuntimeError, "keys must have length 12, got 9"),
-        ({"mask": masks.draft_tree(torch.eye(3).bool())}, RuntimeError, "have 2 tokens.* got 3"),
-        ({"mask": masks.draft_tree(torch.eye(2).bool().repeat(2, 1, 1))}, RuntimeError,
-         "the draft tree must be of batch size 1 or 3, got 2"),
-        ({"mask": masks.document(IDS, IDS)}, RuntimeError, "queries must have length 2, got 12"),
-        ({"mask": masks.document(IDS[:2])}, RuntimeError, "batch size 1 or 3, got 2"),
-        ({"mask": masks.prefix_lm(PREFIXES[:2])}, RuntimeError, "batch size 1 or 3, got 2"),
-        ({"relative_bias": torch.zeros(4, 15)}, RuntimeError,
-         "n odd and at least 17 for 2 queries and 9 keys, got"),
-        ({"relative_bias": torch.zeros(4, 17, requires_grad=True)}, RuntimeError,
-         "relative_bias requires a gradient"),
-        ({"relative_bias": T5(torch.zeros(8, 4, requires_grad=True))}, RuntimeError,
-         "relative_bias requires a gradient"),
-        ({"relative_bias": Window2d(torch.zeros(9, 4), (2, 2))}, TypeError,
-         "'relative_bias' must be Tensor or T5"),
-    ],
-)  # fmt: skip
-def test_errors(given: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=f"decode_attention.*{message}"):
-        decode_attention(**operands(), **given)
+BAD = [
+    ({"mask": torch.ones(2, 9)}, TypeError, "argument 'mask' must be Mask, not Tensor"),
+    ({"mask": masks.from_function(lambda b, h, q, k: q >= k, None, None, 2, 12)}, RuntimeError,
+     "mask must be one of positions or documents"),
+    ({"mask": masks.document(IDS[:, :9])}, RuntimeError, "keys must have length 12, got 9"),
+    ({"mask": masks.draft_tree(torch.eye(3).bool())}, RuntimeError, "have 2 tokens.* got 3"),
+    ({"mask": masks.draft_tree(torch.eye(2).bool().repeat(2, 1, 1))}, RuntimeError,
+     "the draft tree must be of batch size 1 or 3, got 2"),
+    ({"mask": masks.document(IDS, IDS)}, RuntimeError, "queries must have length 2, got 12"),
+    ({"mask": masks.document(IDS[:2])}, RuntimeError, "batch size 1 or 3, got 2"),
+    ({"mask": masks.prefix_lm(PREFIXES[:2])}, RuntimeError, "batch size 1 or 3, got 2"),
+    ({"relative_bias": torch.zeros(4, 15)}, RuntimeError,
+     "n odd and at least 17 for 2 queries and 9 keys, got"),
+    ({"relative_bias": torch.zeros(4, 17, requires_grad=True)}, RuntimeError,
+     "relative_bias requires a gradient"),
+    ({"relative_bias": T5(torch.zeros(8, 4, requires_grad=True))}, RuntimeError,
+     "relative_bias requires a gradient"),
+    ({"relative_bias": Window2d(torch.zeros(9, 4), (2, 2))}, TypeError,
+     "'relative_bias' must be Tensor or T5"),
+]  # fmt: skip
+test_errors = refuses(decode_attention, BAD, "decode_attention.*", **operands())
 
 
 def test_a_draft_tree_is_of_one_process() -> None:

@@ -68,8 +68,7 @@ def test_content_terms_equal_the_terms_of_all_pairs(
         for out, lse in (attend(x, bias, **options), attend(x, None, mask, **others)):
             loss = out.square().sum() + lse.sin().sum()
             results.append((out, lse, *torch.autograd.grad(loss, list(x.values()))))
-    for got, want in zip(*results, strict=True):
-        assert_close(got, want)
+    assert_close(*results)
 
 
 @pytest.mark.parametrize("terms", ["R", "P", "R u", "P u", "R v"])
@@ -206,8 +205,7 @@ def test_an_image_bias_equals_the_bias_of_all_pairs(backend: str) -> None:
             loss = out.square().sum() + lse.sin().sum()
             grads = torch.autograd.grad(loss, list(x.values()), retain_graph=True)
             results.append((out, lse, *grads))
-    for got, want in zip(*results, strict=True):
-        assert_close(got, want)
+    assert_close(*results)
 
 
 def test_bits_of_an_image_do_not_depend_on_threads(threads: Any) -> None:

@@ -8,21 +8,12 @@ import pytest
 from child_process import run_python
 from fenced import CPU, run_cases
 
+from fastattn.testing import PROOFS
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="fences need mprotect")
 
-STEPS = {
-    "scaled_dot_product_attention": 24,
-    "varlen_attention": 4,
-    "decode_attention": 4,
-    "append_to_cache": 4,
-    "merge_states": 1,
-    "additive_attention": 1,
-    "memory_hop_attention": 1,
-    "encode_memory": 1,
-    "hopfield_retrieve": 1,
-    "luong_attention": 1,
-    "sinusoidal_encoding": 1,
-}
+STEPS = dict.fromkeys(PROOFS, 1) | {"scaled_dot_product_attention": 24}
+STEPS |= dict.fromkeys(("varlen_attention", "decode_attention", "append_to_cache"), 4)
 
 
 @pytest.mark.parametrize("share", [8, pytest.param(1, marks=pytest.mark.complete)])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from case_table import refuses
 from flex_cases import (
     BATCH,
     CASES,
@@ -81,8 +82,7 @@ def test_random_programs(native: ModuleType, seed: int) -> None:
     captured = {"a": (HEADS,), "c": (Q_LEN, K_LEN), "d": (7,), "e": (BATCH, HEADS, K_LEN)}
 
     def make(**tensors: Tensor) -> Mod:
-        mod: Mod = eval(f"lambda s, b, h, q, k: {text}", {**globals(), **tensors})
-        return mod
+        return eval(f"lambda s, b, h, q, k: {text}", {**globals(), **tensors})
 
     judged(make, captured, r.choice((torch.float32, torch.bfloat16)))
 
@@ -318,27 +318,23 @@ def test_what_has_no_kernel_is_an_error_with_its_line(mod: Mod, message: str) ->
         flex_attention(*operands(6, 6, 6), mod)
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "options"),
-    [
-        (TypeError, "must return a tensor without dim", {"score_mod": lambda *_: None}),
-        (TypeError, r"without dimensions, got shape \(5,\)", {
-            "score_mod": lambda s, b, h, q, k: torch.ones(6, 5)[q] * s}),
-        (TypeError, "argument 'score_mod' must be a function", {"score_mod": 3}),
-        (ValueError, "same number of heads", {"key": torch.ones(1, 1, 6, 8)}),
-        (ValueError, "same batch", {"value": torch.ones(1, 2, 7, 8)}),
-        (ValueError, "same last dimension", {"query": torch.ones(1, 2, 6, 9)}),
-        (ValueError, r"must be \[B, H, L, D\]", {"query": torch.ones(2, 6, 8)}),
-        (RuntimeError, "same dtype", {"query": torch.ones(1, 2, 6, 8).double()}),
-        (RuntimeError, "must be of 6 queries", {"block_mask": masks.from_function(
-            lambda b, h, q, k: q > k, None, None, 5, 6)}),
-    ],
-)  # fmt: skip
-def test_errors(error: type[Exception], message: str, options: dict[str, Any]) -> None:
-    given = dict(zip(("query", "key", "value"), operands(6, 6, 6), strict=True)) | options
-    given.setdefault("score_mod", lambda s, b, h, q, k: s)
-    with pytest.raises(error, match=message):
-        flex_attention(**given)
+X = torch.ones(1, 2, 6, 8)
+BAD = [
+    ({"score_mod": lambda *_: None}, TypeError, "must return a tensor without dim"),
+    ({"score_mod": lambda s, b, h, q, k: torch.ones(6, 5)[q] * s}, TypeError,
+     r"without dimensions, got shape \(5,\)"),
+    ({"score_mod": 3}, TypeError, "argument 'score_mod' must be a function"),
+    ({"key": torch.ones(1, 1, 6, 8)}, ValueError, "same number of heads"),
+    ({"value": torch.ones(1, 2, 7, 8)}, ValueError, "same batch"),
+    ({"query": torch.ones(1, 2, 6, 9)}, ValueError, "same last dimension"),
+    ({"query": torch.ones(2, 6, 8)}, ValueError, r"must be \[B, H, L, D\]"),
+    ({"query": X.double()}, RuntimeError, "same dtype"),
+    ({"block_mask": masks.from_function(lambda b, h, q, k: q > k, None, None, 5, 6)}, RuntimeError,
+     "must be of 6 queries"),
+]  # fmt: skip
+test_errors = refuses(
+    flex_attention, BAD, query=X, key=X, value=X, score_mod=lambda s, b, h, q, k: s
+)
 
 
 def test_results_match_the_signature_of_pytorch() -> None:

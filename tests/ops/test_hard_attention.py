@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from case_table import refuses
 from torch import Tensor
 from torch.autograd import gradgradcheck
 from within_bound import assert_right
@@ -108,8 +108,7 @@ def test_gradients_of_the_estimators(
         )  # fmt: skip
         torch.testing.assert_close(got, want)
         pairs = (torch.autograd.grad((x * weight).sum(), (q, k, value)) for x in (got, want))
-        for gradient, expected in zip(*pairs, strict=True):
-            torch.testing.assert_close(gradient, expected)
+        torch.testing.assert_close(*pairs)
 
 
 @pytest.mark.sampled(1)
@@ -134,8 +133,7 @@ def test_second_derivatives(backend: str, estimator: str, normal: Callable[..., 
     for out in (run(q, k, bias), soft):
         first = torch.autograd.grad(out, (q, bias), create_graph=True)
         found.append(torch.autograd.grad(sum(x.sin().sum() for x in first), (q, k, bias)))
-    for got, want in zip(*found, strict=True):
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*found)
 
 
 def test_sixteen_bits(backend: str, normal: Callable[..., Tensor]) -> None:
@@ -191,32 +189,19 @@ def test_sizes_may_be_zero(backend: str) -> None:
 
 
 X = torch.zeros(2, 3, 4)
-
-
-@pytest.mark.parametrize(
-    ("args", "options", "error", "message"),
-    [
-        (([1.0], X, X), {}, TypeError, "query must be a Tensor, got list"),
-        ((X, X[:1], X), {}, ValueError, "must have the same leading dimensions"),
-        ((X, X, X[:, :2]), {}, ValueError, "the same number of rows"),
-        ((X, X, X), {"estimator": "rebar"}, ValueError, "estimator must be one of reinforce"),
-        ((X, X, X), {"temperature": 0.0}, ValueError, "temperature must be positive, got 0.0"),
-        ((X, X, X), {"temperature": "1"}, TypeError, "temperature must be a number, got str"),
-        ((X.to_sparse(), X, X), {}, TypeError, "query must be a dense tensor, got a sparse_coo"),
-        ((X, X, X, 1), {}, TypeError, "attn_mask must be a Tensor, got int"),
-        (
-            (X, X, X),
-            {"scale": torch.ones((), requires_grad=True)},
-            TypeError,
-            "scale is a constant",
-        ),
-        ((X, X, X), {"deterministic": 1}, TypeError, "'deterministic' must be bool, not int"),
-        ((X, X, X), {"need_weights": None}, TypeError, "'need_weights' must be bool, not NoneType"),
-        ((X, X, X), {"generator": 0}, TypeError, "'generator' must be torch.Generator, not int"),
-    ],
-)
-def test_bad_input_is_named(
-    args: Any, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=rf"hard_attention(\(\))?: (.* )?{message}"):
-        hard_attention(*args, **options)
+LEARNED = torch.ones((), requires_grad=True)
+BAD = [
+    (([1.0], X, X), TypeError, "query must be a Tensor, got list"),
+    ((X, X[:1], X), ValueError, "must have the same leading dimensions"),
+    ((X, X, X[:, :2]), ValueError, "the same number of rows"),
+    ((X, X, X), {"estimator": "rebar"}, ValueError, "estimator must be one of reinforce"),
+    ((X, X, X), {"temperature": 0.0}, ValueError, "temperature must be positive, got 0.0"),
+    ((X, X, X), {"temperature": "1"}, TypeError, "temperature must be a number, got str"),
+    ((X.to_sparse(), X, X), TypeError, "query must be a dense tensor, got a sparse_coo"),
+    ((X, X, X, 1), TypeError, "attn_mask must be a Tensor, got int"),
+    ((X, X, X), {"scale": LEARNED}, TypeError, "scale is a constant"),
+    ((X, X, X), {"deterministic": 1}, TypeError, "'deterministic' must be bool, not int"),
+    ((X, X, X), {"need_weights": None}, TypeError, "'need_weights' must be bool, not NoneType"),
+    ((X, X, X), {"generator": 0}, TypeError, "'generator' must be torch.Generator, not int"),
+]
+test_errors = refuses(hard_attention, BAD, r"hard_attention(\(\))?: (.* )?")

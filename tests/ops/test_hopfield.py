@@ -166,8 +166,7 @@ def test_masks_exclude(
             results.append((out, *grads))
             assert not out[0, 0, 0].any()
             assert all(torch.isfinite(x).all() for x in results[-1])
-        for x, y in zip(*results, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(*results, rtol=1e-12, atol=1e-13)
         seen = torch.softmax((state @ clean.mT * 5**-0.5).masked_fill(~mask, -math.inf), -1)
         got = hopfield_retrieve(state, clean, attn_mask=mask, update_steps_max=0)
         torch.testing.assert_close(got, torch.nan_to_num(seen) @ clean)
@@ -190,8 +189,7 @@ def test_the_gradient_of_one_step(
     got = hopfield_retrieve(state, stored, beta=beta, attn_mask=bias, **options)[0, 0]
     torch.testing.assert_close(got, last)
     pairs = (torch.autograd.grad(y.sin().sum(), (stored, bias, beta)) for y in (got, last))
-    for a, b in zip(*pairs, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*pairs)
 
 
 def test_gradient_of_the_state(engine: Target, normal: Callable[..., Tensor]) -> None:
@@ -249,8 +247,7 @@ def test_a_bias_common_to_all_changes_nothing(
         assert steps.max() > steps.min()
         results.append((out, *torch.autograd.grad(out.sin().sum(), stored)))
     for other in results[1:]:
-        for x, y in zip(other, results[0], strict=True):
-            torch.testing.assert_close(x, y, rtol=close, atol=close)
+        torch.testing.assert_close(other, results[0], rtol=close, atol=close)
 
 
 def test_nan_ends_the_search(engine: Target) -> None:

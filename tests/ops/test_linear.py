@@ -302,8 +302,7 @@ def test_compiled(dtype: torch.dtype, gemm: str, use: Callable[[str], list[str]]
     torch.compiler.reset()  # a graph that was compiled under another rule
 
     def run(x: Tensor, weight: Tensor) -> Tensor:
-        y: Tensor = linear(x, weight).relu().float().square().sum()
-        return y
+        return linear(x, weight).relu().float().square().sum()
 
     def gradients_of(function: Any) -> list[Tensor]:
         leaves = [torch.ones(3, 9, 5), torch.ones(4, 5)]

@@ -93,8 +93,7 @@ def test_luong_attention_equals_its_definition(
         options: dict[str, Any] = {"method": method, "weight": weight, "window": window}
         options |= {"D": width, "positions": positions, "key_padding_mask": padding}
         got = luong_attention(*qkv, **options, need_weights=True)
-        for x, y in zip(got, want, strict=True):
-            torch.testing.assert_close(x, y)
+        torch.testing.assert_close(got, want)
         torch.testing.assert_close(luong_attention(*qkv, **options), want[0])
 
 
@@ -125,18 +124,10 @@ def test_a_query_at_nan_is_nan(
     positions.requires_grad_()
     padding = torch.zeros(2, 14, dtype=torch.bool)
     padding[:, :3] = True
-    results = luong_attention(
-        query,
-        key,
-        value,
-        method=method,
-        weight={0: None, 1: weight and weight[0], 2: tuple(weight)}[len(weight)],
-        window=window,
-        D=2,
-        positions=positions,
-        key_padding_mask=padding,
-        need_weights=need_weights,
-    )
+    given = {0: None, 1: weight and weight[0], 2: tuple(weight)}[len(weight)]
+    options: dict[str, Any] = {"method": method, "weight": given, "window": window, "D": 2}
+    options |= {"positions": positions, "key_padding_mask": padding, "need_weights": need_weights}
+    results = luong_attention(query, key, value, **options)
     results = results if need_weights else (results,)
     for x in results:
         assert torch.equal(x.isnan().any(-1), positions.isnan())
@@ -157,19 +148,11 @@ def test_saved_memory_grows_with_the_window_alone(backend: str) -> None:
     query, key, value, weight = operands("concat", tq=40, tk=400, grad=True)
     sizes: list[int] = []
     places = torch.linspace(0, 399, 40).double()
+    options: dict[str, Any] = {"method": "concat", "window": "local-p", "D": 3}
     with torch.autograd.graph.saved_tensors_hooks(
         lambda x: sizes.append(x.numel()) or x, lambda x: x
     ):
-        luong_attention(
-            query,
-            key,
-            value,
-            method="concat",
-            weight=weight,
-            window="local-p",
-            D=3,
-            positions=places,
-        )
+        luong_attention(query, key, value, weight=weight, positions=places, **options)
     assert max(sizes) <= 2 * max(40 * 7 * 6, 400 * 6)
 
 
@@ -209,7 +192,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-test_errors = refuses(luong_attention, [((), *row) for row in BAD], query=Q, key=K, value=V)
+test_errors = refuses(luong_attention, BAD, query=Q, key=K, value=V)
 
 
 @pytest.mark.parametrize(

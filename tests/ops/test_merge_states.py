@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from case_table import within_the_bound
+from case_table import refuses, within_the_bound
 from torch import Tensor
 from within_bound import assert_right
 
@@ -166,33 +166,26 @@ def test_results_have_the_memory_order_of_the_first_state(
 
 
 OUT, LSE = torch.zeros(2, 3, 4), torch.zeros(2, 3)
-
-
-@pytest.mark.parametrize(
-    ("args", "error", "message"),
-    [
-        ((None, LSE, OUT, LSE), TypeError, "argument 'out_a' must be Tensor, not NoneType"),
-        ((OUT, LSE, OUT, 1.0), TypeError, "argument 'lse_b' must be Tensor, not float"),
-        ((OUT.to_sparse(), LSE, OUT, LSE), RuntimeError, "out_a must be a dense tensor"),
-        ((OUT.int(), LSE, OUT, LSE), RuntimeError, "out_a must be one of float32.*got int32"),
-        (
-            (OUT, LSE.half(), OUT, LSE),
-            RuntimeError,
-            "lse_a must be float32 or float64, got float16",
-        ),
-        (
-            (OUT[0, 0], LSE, OUT, LSE),
-            RuntimeError,
-            r"out_a must be \[..., L, Dv\], got shape \(4,\)",
-        ),
-        ((OUT, LSE.T, OUT, LSE), RuntimeError, r"lse_a must have shape \(2, 3\), got \(3, 2\)"),
-        ((OUT, LSE, OUT[:1], LSE), RuntimeError, r"out_b must have shape \(2, 3, 4\)"),
-        ((OUT, LSE, OUT, LSE[:1]), RuntimeError, r"lse_b must have shape \(2, 3\)"),
-        ((OUT, LSE, OUT.double(), LSE), RuntimeError, "out_b must be of out_a's dtype float32"),
-        ((OUT, LSE, OUT, LSE.double()), RuntimeError, "lse_b must be of lse_a's dtype float32"),
-        ((OUT, LSE, OUT.to("meta"), LSE), RuntimeError, "out_b must be on out_a's device cpu"),
-    ],
-)
-def test_bad_input(args: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=rf"merge_states(\(\))?: {message}"):
-        merge_states(*args)
+BAD = [
+    ((None, LSE, OUT, LSE), TypeError, "argument 'out_a' must be Tensor, not NoneType"),
+    ((OUT, LSE, OUT, 1.0), TypeError, "argument 'lse_b' must be Tensor, not float"),
+    ((OUT.to_sparse(), LSE, OUT, LSE), RuntimeError, "out_a must be a dense tensor"),
+    ((OUT.int(), LSE, OUT, LSE), RuntimeError, "out_a must be one of float32.*got int32"),
+    (
+        (OUT, LSE.half(), OUT, LSE),
+        RuntimeError,
+        "lse_a must be float32 or float64, got float16",
+    ),
+    (
+        (OUT[0, 0], LSE, OUT, LSE),
+        RuntimeError,
+        r"out_a must be \[..., L, Dv\], got shape \(4,\)",
+    ),
+    ((OUT, LSE.T, OUT, LSE), RuntimeError, r"lse_a must have shape \(2, 3\), got \(3, 2\)"),
+    ((OUT, LSE, OUT[:1], LSE), RuntimeError, r"out_b must have shape \(2, 3, 4\)"),
+    ((OUT, LSE, OUT, LSE[:1]), RuntimeError, r"lse_b must have shape \(2, 3\)"),
+    ((OUT, LSE, OUT.double(), LSE), RuntimeError, "out_b must be of out_a's dtype float32"),
+    ((OUT, LSE, OUT, LSE.double()), RuntimeError, "lse_b must be of lse_a's dtype float32"),
+    ((OUT, LSE, OUT.to("meta"), LSE), RuntimeError, "out_b must be on out_a's device cpu"),
+]
+test_errors = refuses(merge_states, BAD, r"merge_states(\(\))?: ")

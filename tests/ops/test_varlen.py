@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 from attention_cases import VARLEN_CASES
-from case_table import within_the_bound
+from case_table import refuses, within_the_bound
 from torch import Tensor
 
 from fastattn import scaled_dot_product_attention, varlen_attention
@@ -54,53 +53,43 @@ def test_dropout_draws_from_the_generator_as_in_a_batch(
     assert not torch.equal(out, varlen_attention(*tensors, ends, ends))
 
 
-def _bad() -> list[tuple[dict[str, Any], type[Exception], str]]:
-    """Invalid arguments, with the error that each raises."""
-    x, ends = torch.zeros(4, 2, 8), torch.tensor([0, 1, 4])
-    return [
-        ({"query": [1.0]}, TypeError, "argument 'query' must be Tensor, not list"),
-        ({"query": x[0]}, ValueError, r"query must be \[T, Hq, D\], got shape \(2, 8\)"),
-        ({"key": x.double()}, RuntimeError, "must have the same dtype, got float32, float64"),
-        ({"key": x[..., :4]}, ValueError, "query and key must have the same last dimension"),
-        ({"value": x[:3]}, ValueError, "the same number of rows, got shapes"),
-        ({"query": x[:, :1].expand(4, 3, 8)}, ValueError, "must divide that of query .*2 and 3"),
-        ({"value": x[:, :1]}, ValueError, "the same number of heads"),
-        ({"query": x.to("meta")}, RuntimeError, "key must be on query's device meta, got cpu"),
-        ({"cu_seqlens_q": None}, TypeError, "argument 'cu_seqlens_q' must be Tensor"),
-        ({"cu_seqlens_q": ends.float()}, TypeError, "cu_seqlens_q must be int32 or int64"),
-        ({"cu_seqlens_q": ends[None]}, ValueError, r"cu_seqlens_q must be \[B \+ 1\]"),
-        ({"cu_seqlens_q": ends[:0]}, ValueError, r"must be \[B \+ 1\], got shape \(0,\)"),
-        ({"cu_seqlens_q": ends + 1}, ValueError, "cu_seqlens_q must begin with 0, got 1"),
-        ({"cu_seqlens_k": ends.flip(0) - 4}, ValueError, "cu_seqlens_k must not decrease"),
-        ({"cu_seqlens_k": 2 * ends}, ValueError, "not end beyond the 4 rows, got 8"),
-        ({"cu_seqlens_q": ends[:2]}, ValueError, "must have the same length, got 2 and 3"),
-        ({"max_seqlen_q": 2}, ValueError, "max_seqlen_q must be at least the longest sequence, 3"),
-        (
-            {"cu_seqlens_q": ends[:1], "cu_seqlens_k": ends[:1], "max_seqlen_q": -1},
-            ValueError,
-            "max_seqlen_q must be at least the longest sequence, 0, got -1",
-        ),
-        ({"max_seqlen_k": 2.5}, TypeError, "argument 'max_seqlen_k' must be int or None"),
-        ({"dropout_p": 1.5}, RuntimeError, "varlen_attention: dropout_p must be between 0 and 1"),
-        ({"is_causal": 1}, TypeError, "argument 'is_causal' must be bool, not int"),
-        ({"window": 3}, TypeError, "varlen_attention: window must be None or a pair"),
-        ({"softcap": -1.0}, ValueError, "varlen_attention: softcap must be None or positive"),
-        ({"causal_alignment": "left"}, ValueError, "causal_alignment must be 'upper_left' or"),
-        ({"alibi_slopes": torch.ones(3)}, ValueError, r"must have shape \(2,\) or \(2, 2\)"),
-        ({"alibi_slopes": torch.ones(2).long()}, TypeError, "alibi_slopes must be floating"),
-        ({"alibi_slopes": torch.ones(2).to_sparse()}, RuntimeError, "must be a dense tensor"),
-        ({"generator": 1}, TypeError, "argument 'generator' must be torch.Generator"),
-    ]
-
-
-@pytest.mark.parametrize(("given", "error", "match"), _bad(), ids=lambda x: str(x)[:40])
-def test_errors_say_what_is_wrong(given: Any, error: type[Exception], match: str) -> None:
-    x, ends = torch.zeros(4, 2, 8), torch.tensor([0, 1, 4])
-    args = {"query": x, "key": x, "value": x, "cu_seqlens_q": ends, "cu_seqlens_k": ends}
-    if "cu_seqlens_k" in given and "decrease" in match:
-        given = {"cu_seqlens_k": torch.tensor([0, 4, 1])}
-    with pytest.raises(error, match=match):
-        varlen_attention(**{**args, **given})
+X, ENDS = torch.zeros(4, 2, 8), torch.tensor([0, 1, 4])
+BAD = [
+    ({"query": [1.0]}, TypeError, "argument 'query' must be Tensor, not list"),
+    ({"query": X[0]}, ValueError, r"query must be \[T, Hq, D\], got shape \(2, 8\)"),
+    ({"key": X.double()}, RuntimeError, "must have the same dtype, got float32, float64"),
+    ({"key": X[..., :4]}, ValueError, "query and key must have the same last dimension"),
+    ({"value": X[:3]}, ValueError, "the same number of rows, got shapes"),
+    ({"query": X[:, :1].expand(4, 3, 8)}, ValueError, "must divide that of query .*2 and 3"),
+    ({"value": X[:, :1]}, ValueError, "the same number of heads"),
+    ({"query": X.to("meta")}, RuntimeError, "key must be on query's device meta, got cpu"),
+    ({"cu_seqlens_q": None}, TypeError, "argument 'cu_seqlens_q' must be Tensor"),
+    ({"cu_seqlens_q": ENDS.float()}, TypeError, "cu_seqlens_q must be int32 or int64"),
+    ({"cu_seqlens_q": ENDS[None]}, ValueError, r"cu_seqlens_q must be \[B \+ 1\]"),
+    ({"cu_seqlens_q": ENDS[:0]}, ValueError, r"must be \[B \+ 1\], got shape \(0,\)"),
+    ({"cu_seqlens_q": ENDS + 1}, ValueError, "cu_seqlens_q must begin with 0, got 1"),
+    ({"cu_seqlens_k": torch.tensor([0, 4, 1])}, ValueError, "cu_seqlens_k must not decrease"),
+    ({"cu_seqlens_k": 2 * ENDS}, ValueError, "not end beyond the 4 rows, got 8"),
+    ({"cu_seqlens_q": ENDS[:2]}, ValueError, "must have the same length, got 2 and 3"),
+    ({"max_seqlen_q": 2}, ValueError, "max_seqlen_q must be at least the longest sequence, 3"),
+    (
+        {"cu_seqlens_q": ENDS[:1], "cu_seqlens_k": ENDS[:1], "max_seqlen_q": -1},
+        ValueError,
+        "max_seqlen_q must be at least the longest sequence, 0, got -1",
+    ),
+    ({"max_seqlen_k": 2.5}, TypeError, "argument 'max_seqlen_k' must be int or None"),
+    ({"dropout_p": 1.5}, RuntimeError, "varlen_attention: dropout_p must be between 0 and 1"),
+    ({"is_causal": 1}, TypeError, "argument 'is_causal' must be bool, not int"),
+    ({"window": 3}, TypeError, "varlen_attention: window must be None or a pair"),
+    ({"softcap": -1.0}, ValueError, "varlen_attention: softcap must be None or positive"),
+    ({"causal_alignment": "left"}, ValueError, "causal_alignment must be 'upper_left' or"),
+    ({"alibi_slopes": torch.ones(3)}, ValueError, r"must have shape \(2,\) or \(2, 2\)"),
+    ({"alibi_slopes": torch.ones(2).long()}, TypeError, "alibi_slopes must be floating"),
+    ({"alibi_slopes": torch.ones(2).to_sparse()}, RuntimeError, "must be a dense tensor"),
+    ({"generator": 1}, TypeError, "argument 'generator' must be torch.Generator"),
+]
+OPERANDS = {"query": X, "key": X, "value": X, "cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS}
+test_errors = refuses(varlen_attention, BAD, **OPERANDS)
 
 
 # --- torch.func ------------------------------------------------------------------------------

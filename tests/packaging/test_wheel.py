@@ -17,7 +17,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from installation import EXT_SUFFIX, ROOT, copy_source, run, source_files, symbols
+from installation import EXT_SUFFIX, ROOT, copy_source, printed_by, run, source_files, symbols
 
 pytestmark = [pytest.mark.slow, pytest.mark.without_kernels]
 
@@ -153,9 +153,7 @@ def test_the_wheel_of_another_python_loads_in_it(wheels: list[Path], tmp_path: P
     zipfile.ZipFile(wheel_for(other, wheels)).extractall(tmp_path)
     library = next(tmp_path.glob("fastattn/_cpu*.so"))
     # The loader finds libgomp where torch is not: in the system.
-    script = "import importlib.util as u, sys; s = u.spec_from_file_location('_cpu', sys.argv[1]);"
-    script += "m = u.module_from_spec(s); s.loader.exec_module(m); print(m.build_info()['isa'])"
-    run([OTHERS[other], "-c", script, library], tmp_path)
+    assert printed_by(library, "module.build_info()['isa']", OTHERS[other])
 
 
 def test_the_kernels_are_compiled_once_for_all_pythons(wheels: list[Path]) -> None:
@@ -213,8 +211,7 @@ def test_the_cuda_kernels_are_a_wheel_of_their_own(
 
     def pip(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "pip", "--python", elsewhere / "bin/python"]
-        done = run([*command, *arguments], elsewhere)
-        return done
+        return run([*command, *arguments], elsewhere)
 
     script = "import fastattn, fastattn.builds as b; print(b.backend('cuda')['reason'])"
     pip("install", "--no-deps", base)
@@ -233,13 +230,9 @@ def bill_of(wheel: Path) -> str:
     return name
 
 
-def test_the_sdist_has_the_files_to_build_and_test(wheels: list[Path]) -> None:
+def test_the_sdist_names_neither_a_user_nor_the_time_of_its_build(wheels: list[Path]) -> None:
     with tarfile.open(wheels[0]) as archive:
-        members = archive.getmembers()
-    names = {member.name.partition("/")[2] for member in members if member.isfile()}
-    assert {*source_files(), "setup.py", "pyproject.toml", "Makefile", "LICENSE"} <= names
-    assert not [n for n in names if n.endswith((".so", ".o", ".pyc", "_build.json"))]
-    assert {(m.uid, m.gid, m.mtime) for m in members} == {(0, 0, 1700000000)}
+        assert {(m.uid, m.gid, m.mtime) for m in archive} == {(0, 0, 1700000000)}
 
 
 def test_a_release_has_these_wheels(tools: Path) -> None:

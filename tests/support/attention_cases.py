@@ -42,17 +42,11 @@ def _lengths() -> Iterator[Case]:
     rules = (None, "upper_left", "bottom_right")
     count = len(_LENGTHS)
     for (a, q_len), (b, k_len) in product(enumerate(_LENGTHS), repeat=2):
+        case = Case("lengths", batch=1, q_len=q_len, k_len=k_len, head_dim=8, grads=SCALED)
         for n, causal in enumerate(rules):
-            yield Case(
-                f"lengths-{q_len}x{k_len}-{causal or 'full'}",
-                batch=1,
-                q_len=q_len,
-                k_len=k_len,
-                head_dim=8,
-                causal=causal,
-                grads=SCALED,
-                slow=(b - a) % count not in (0, 1, 5, 9, 17) or (a + b) % 3 != n,
-            )
+            name = f"lengths-{q_len}x{k_len}-{causal or 'full'}"
+            slow = (b - a) % count not in (0, 1, 5, 9, 17) or (a + b) % 3 != n
+            yield replace(case, name=name, causal=causal, slow=slow)
     yield Case("empty-batch", batch=0)
     yield Case("empty-heads", heads=0)
     yield Case("empty-batch-masked", batch=0, mask="bool", weights=2, mask_dims="qk")
@@ -85,14 +79,8 @@ def _masks() -> Iterator[Case]:
         added = Case(f"mask-float-{shape}", mask="float", mask_dims=dims, mask_grad=True, k_len=130)
         added = replace(added, grads=SCALED)
         yield added
-        yield replace(
-            added,
-            name=f"mask-float32-{shape}",
-            mask="float_inf",
-            mask_float32=True,
-            dtypes=(torch.bfloat16, torch.float16),
-            q_len=65,
-        )
+        added = replace(added, mask_float32=True, dtypes=(torch.bfloat16, torch.float16))
+        yield replace(added, name=f"mask-float32-{shape}", mask="float_inf", q_len=65)
     kinds = ("bool_rows", "padding", "left_padding", "blocks", "tril", "nothing", "one_key")
     for kind in kinds:
         q_len, k_len = (150, 260) if kind == "blocks" else (66, 100)
@@ -118,20 +106,19 @@ def _windows() -> Iterator[Case]:
     sides = [(0, -1), (-1, 0), (0, 0), (3, -1), (-1, 3), (3, 5), (16, 0), (64, 64), (1000, 1000)]
     for left, right in sides:
         for q_len, k_len in ((65, 65), (40, 130), (130, 40)):
-            for causal in (None, "bottom_right"):
-                yield Case(
-                    f"window-{left}-{right}-{q_len}x{k_len}-{causal or 'full'}",
-                    window=(left, right),
-                    causal=causal,
-                    q_len=q_len,
-                    k_len=k_len,
-                    poison=causal is None,
-                    weights=1 if causal else 0,
-                    grads=SCALED,
-                )
+            name = f"window-{left}-{right}-{q_len}x{k_len}"
+            case = Case(name, window=(left, right), q_len=q_len, k_len=k_len, grads=SCALED)
+            yield replace(case, name=f"{name}-full", poison=True)
+            yield replace(case, name=f"{name}-bottom_right", causal="bottom_right", weights=1)
     yield Case("window-narrow-long", window=(20, 10), q_len=400, k_len=400, batch=1)
     yield Case("window-sees-nothing", window=(2, 2), q_len=200, k_len=20, weights=2,
                grads=SCALED)  # fmt: skip
+
+
+_EVERYTHING = Case("everything", heads=6, kv_heads=3, q_len=97, k_len=131, head_dim=40)
+_EVERYTHING = replace(_EVERYTHING, mask="float_inf", mask_dims="hqk", mask_grad=True, alibi="bh")
+_EVERYTHING = replace(_EVERYTHING, causal="bottom_right", window=(90, -1), softcap=4.0, weights=1)
+_EVERYTHING = replace(_EVERYTHING, value_dim=24, dropout_p=0.15, grads=("out", "lse", "weights"))
 
 
 def _options() -> Iterator[Case]:
@@ -148,25 +135,7 @@ def _options() -> Iterator[Case]:
         yield Case(f"dropout-{p}-causal", dropout_p=p, heads=4, kv_heads=2, causal="upper_left")
         yield Case(f"dropout-{p}-mask", dropout_p=p, mask="float_inf", mask_grad=True, weights=2)
     yield Case("dropout-long", dropout_p=0.2, q_len=200, k_len=300, batch=1, grads=SCALED)
-    yield Case(
-        "everything",
-        heads=6,
-        kv_heads=3,
-        q_len=97,
-        k_len=131,
-        head_dim=40,
-        value_dim=24,
-        mask="float_inf",
-        mask_dims="hqk",
-        mask_grad=True,
-        causal="bottom_right",
-        window=(90, -1),
-        softcap=4.0,
-        alibi="bh",
-        dropout_p=0.15,
-        weights=1,
-        grads=("out", "lse", "weights"),
-    )
+    yield _EVERYTHING
 
 
 def _sinks() -> Iterator[Case]:
@@ -182,8 +151,7 @@ def _sinks() -> Iterator[Case]:
     hidden = replace(base, mask="bool_rows", q_len=66, grads=SCALED)
     yield replace(hidden, name="sinks-nan-queries", poison_queries=True)
     yield replace(hidden, name="sinks-nan-queries-long", poison_queries=True, k_len=700)
-    everything = next(case for case in _options() if case.name == "everything")
-    yield replace(everything, name="sinks-everything", sinks="h")
+    yield replace(_EVERYTHING, name="sinks-everything", sinks="h")
 
 
 def _parts() -> Iterator[Case]:
@@ -220,8 +188,7 @@ def _relative_biases() -> Iterator[Case]:
         yield replace(case, name=f"relative-{kind}-mask", mask="float_inf", mask_grad=True)
         yield replace(case, name=f"relative-{kind}-decode", q_len=2, causal="bottom_right")
         yield replace(long, name=f"relative-{kind}-long", positions=kind, weights=1)
-    everything = next(case for case in _options() if case.name == "everything")
-    yield replace(everything, name="relative-everything", relative_bias="h", sinks="h")
+    yield replace(_EVERYTHING, name="relative-everything", relative_bias="h", sinks="h")
 
 
 def _content_terms() -> Iterator[Case]:
@@ -251,8 +218,7 @@ def _content_terms() -> Iterator[Case]:
     for name in ("transposed", "every_second", "blhd", "expanded_heads"):
         case = replace(base, layouts=(name,) * 3, head_dim=23, value_dim=40)
         yield replace(case, name=f"terms-{name}")
-    everything = next(case for case in _options() if case.name == "everything")
-    yield replace(everything, name="terms-everything", terms="both", sinks="h", buckets="log")
+    yield replace(_EVERYTHING, name="terms-everything", terms="both", sinks="h", buckets="log")
 
 
 def _images() -> Iterator[Case]:
@@ -303,8 +269,7 @@ def _programs() -> Iterator[Case]:
     for weights in (0, 1, 2):
         case = replace(base, dropout_p=0.3, weights=weights)
         yield replace(case, name=f"program-dropout-weights-{weights}", program="many")
-    everything = next(case for case in _options() if case.name == "everything")
-    yield replace(everything, name="program-everything", sinks="h", program="many")
+    yield replace(_EVERYTHING, name="program-everything", sinks="h", program="many")
 
 
 def _layouts() -> Iterator[Case]:
@@ -338,19 +303,11 @@ def _long() -> Iterator[Case]:
     """Many queries or keys, so that sums have several parts."""
     float32 = (torch.float32, torch.bfloat16, torch.float16)
     for q_len, k_len in ((1, 2048), (2, 2500), (5, 4099), (17, 2049), (2048, 1), (2100, 17)):
-        for heads, kv_heads in ((2, 2), (8, 2)):
-            yield Case(
-                f"long-{q_len}x{k_len}-heads-{heads}-{kv_heads}",
-                batch=1,
-                heads=heads,
-                kv_heads=kv_heads,
-                q_len=q_len,
-                k_len=k_len,
-                head_dim=64,
-                dtypes=float32,
-                causal="bottom_right" if heads == 8 else None,
-                grads=SCALED if k_len == 1 else ("out",),
-            )
+        name, grads = f"long-{q_len}x{k_len}-heads", SCALED if k_len == 1 else ("out",)
+        case = Case(name, batch=1, q_len=q_len, k_len=k_len, kv_heads=2, head_dim=64, grads=grads)
+        case = replace(case, dtypes=float32)
+        yield replace(case, name=f"{name}-2-2")
+        yield replace(case, name=f"{name}-8-2", heads=8, causal="bottom_right")
     decode = Case("decode", q_len=1, k_len=3000, head_dim=32, dtypes=float32)
     yield replace(decode, name="decode-padding", mask="padding", poison=True)
     yield replace(decode, name="decode-float", mask="float_inf", mask_grad=True, weights=2)
@@ -358,25 +315,12 @@ def _long() -> Iterator[Case]:
     yield replace(decode, name="decode-alibi-dropout", alibi="h", dropout_p=0.1, softcap=8.0)
     yield replace(decode, name="decode-lse", grads=SCALED, causal="bottom_right", heads=4)
     # Every remainder of a vector, in keys, in columns, and in the rows that share a key head.
-    for d, dv, group, q_len, k_len in (
-        (5, 1, 1, 1, 1),
-        (72, 40, 2, 1, 77),
-        (100, 33, 3, 1, 130),
-        (40, 100, 5, 1, 66),
-        (33, 65, 7, 1, 515),
-        (129, 136, 8, 1, 63),
-        (200, 72, 2, 2, 90),
-        (17, 24, 1, 3, 129),
-    ):
-        yield Case(
-            f"decode-{q_len}x{k_len}-group-{group}-head_dim-{d}-value-{dv}",
-            heads=2 * group,
-            kv_heads=2,
-            q_len=q_len,
-            k_len=k_len,
-            head_dim=d,
-            value_dim=dv,
-        )
+    remainders = [(5, 1, 1, 1, 1), (72, 40, 2, 1, 77), (100, 33, 3, 1, 130), (40, 100, 5, 1, 66)]
+    remainders += [(33, 65, 7, 1, 515), (129, 136, 8, 1, 63), (200, 72, 2, 2, 90)]
+    for d, dv, group, q_len, k_len in [*remainders, (17, 24, 1, 3, 129)]:
+        name = f"decode-{q_len}x{k_len}-group-{group}-head_dim-{d}-value-{dv}"
+        case = Case(name, heads=2 * group, kv_heads=2, q_len=q_len, k_len=k_len)
+        yield replace(case, head_dim=d, value_dim=dv)
     # Up to eight queries on enough keys are decoded on some processors, and with what else they ask
     # for they are a panel.
     few = Case("few", heads=4, kv_heads=2, q_len=8, k_len=70, head_dim=64)

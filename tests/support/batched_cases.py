@@ -16,6 +16,10 @@ Case = tuple[Callable[..., Any], tuple[Tensor, ...]]  # a function, and its diff
 sdpa, packed_sdpa = fastattn.scaled_dot_product_attention, fastattn.varlen_attention
 
 
+def tupled(results: Any) -> tuple[Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
 def rand(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64).requires_grad_()
 

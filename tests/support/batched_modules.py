@@ -52,8 +52,7 @@ def mha(*sizes: tuple[int, ...], options: dict[str, Any] | None = None, **more: 
 
 def attending(module: nn.Module, x: Tensor) -> Tensor:
     """Self-attention: one tensor as query, key and value."""
-    found: Tensor = module(x, x, x, key_padding_mask=LAST_MASKED, need_weights=False)[0]
-    return found
+    return module(x, x, x, key_padding_mask=LAST_MASKED, need_weights=False)[0]
 
 
 def self_attention(**options: Any) -> Case:

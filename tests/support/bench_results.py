@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 
+import torch
+from torch import Tensor
+
 from fastattn.bench import cli, ops
-from fastattn.bench.cells import Cell
+from fastattn.bench.cells import Cell, make_inputs, output_names
+from fastattn.bench.providers import entered, load
 from fastattn.bench.results import CellResult, Outcome, Peak, Result, Round
 from fastattn.bench.selection import parse_shapes
 from fastattn.cli import main
@@ -41,6 +45,13 @@ def bench(*arguments: str) -> int:
 def cell_of(op: str, shape: str, **options: str) -> Cell:
     """A cell of the benchmark, by operator and shape."""
     return Cell(op, parse_shapes(shape, ops.get(op).SIZES)[0], **options)
+
+
+def answer(provider: str, cell: Cell, seed: int = 0) -> dict[str, Tensor]:
+    """The results of a provider for a cell, by name."""
+    arrays = load(provider).prepare(cell, make_inputs(cell, seed))()
+    entered.close()
+    return dict(zip(output_names(cell), map(torch.as_tensor, arrays), strict=True))
 
 
 TINY = cell_of("sdpa", SMALL["sdpa"])

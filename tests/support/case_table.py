@@ -34,21 +34,22 @@ def within_the_bound(
         assert not verdict.declined, verdict.declined
         assert verdict.ok, "\n".join(verdict.faults)
 
-    found: Callable[[NamedCase, torch.dtype, Target], None] = test_case
-    return found
+    return test_case
 
 
 def refuses(
     function: Callable[..., Any], table: Iterable[Any], begins: str = "", **defaults: Any
 ) -> Callable[..., None]:
-    """The test of wrong calls: arguments, options, the error, and words of its message."""
+    """The test of wrong calls: a tuple of arguments, a dict of options or both in turn; the error,
+    and words of its message.
+    """
 
-    @pytest.mark.parametrize(("args", "options", "error", "message"), table)
-    def test_errors(
-        args: tuple[Any, ...], options: dict[str, Any], error: type[Exception], message: str
-    ) -> None:
+    @pytest.mark.parametrize("row", table, ids=lambda row: row[-1])
+    def test_errors(row: tuple[Any, ...]) -> None:
+        *call, error, message = row
+        args = call[0] if isinstance(call[0], tuple) else ()
+        options = call[-1] if isinstance(call[-1], dict) else {}
         with pytest.raises(error, match=begins + message):
             function(*args, **{**defaults, **options})
 
-    found: Callable[..., None] = test_errors
-    return found
+    return test_errors

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed_runs import as_operations
+from distributed_runs import Results, as_operations, run_twice
 from torch import Tensor
 
 import fastattn
@@ -281,22 +281,8 @@ def call(case: Case, rank: int, ranks: int) -> dict[str, Tensor]:
         )
 
 
-def run_cases(cases: Sequence[Case] = CASES) -> dict[str, Any]:
-    """The results of all cases on this rank, or the error of a case that fails."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    found: dict[str, Any] = {}
-    for case in cases:
-        if not case.fits(ranks):
-            continue
-        try:
-            found[case.name] = first = call(case, rank, ranks)
-            if ranks == 4:
-                second = call(case, rank, ranks)
-                if not all(torch.equal(first[name], second[name]) for name in first):
-                    found[case.name] = "differs from run to run"
-        except Exception as error:
-            found[case.name] = f"{type(error).__name__}: {error}"
-    return found
+def run_cases(cases: Sequence[Case] = CASES) -> dict[str, Results | str]:
+    return run_twice(call, [case for case in cases if case.fits(dist.get_world_size())])
 
 
 def joined(case: Case, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -329,7 +315,7 @@ REFERENCE_CASES = (
 )
 
 
-def run_reference_cases() -> dict[str, Any]:
+def run_reference_cases() -> dict[str, Results | str]:
     return run_cases(REFERENCE_CASES)
 
 
@@ -363,5 +349,5 @@ def _random_cases() -> Iterator[Case]:
 RANDOM_CASES = tuple(_random_cases())
 
 
-def run_random_cases() -> dict[str, Any]:
+def run_random_cases() -> dict[str, Results | str]:
     return run_cases(RANDOM_CASES)

@@ -183,8 +183,7 @@ def stall() -> None:
 
 
 def attend(method: str, heads: int = 4) -> Tensor:
-    out: Tensor = attention(*(x.requires_grad_() for x in tensors(heads=heads)), method=method)
-    return out
+    return attention(*(x.requires_grad_() for x in tensors(heads=heads)), method=method)
 
 
 fail = partial(failing, lambda: attention(*tensors()))

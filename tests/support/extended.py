@@ -22,8 +22,7 @@ from fastattn.testing.judge import EXTENDED
 
 def _primitive(inputs: Operands) -> Results:
     """A primitive in extended precision."""
-    found: Results = replace(inputs.cleaned(), grads={}).results(naive)
-    return found
+    return replace(inputs.cleaned(), grads={}).results(naive)
 
 
 def _encoding(inputs: Call) -> Results:
@@ -84,8 +83,7 @@ FORWARD: dict[str, Callable[[Any], Results]] = {
 
 def exact(inputs: Any) -> Results:
     """The results in extended precision, and the gradients of the definition."""
-    found: Results = inputs.definition() | FORWARD[inputs.operator](inputs)
-    return found
+    return inputs.definition() | FORWARD[inputs.operator](inputs)
 
 
 EXTENDED.update({(op, torch.float64): exact for op in FORWARD})

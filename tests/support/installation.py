@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -105,6 +106,19 @@ def copy_source(folder: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, target)
     return folder
+
+
+def printed_by(library: Path, expression: str, python: str = sys.executable) -> str:
+    """Print an expression of a native ``module`` that is loaded alone."""
+    name = library.name.partition(".")[0]
+    script = f"""if True:
+        import importlib.util
+        spec = importlib.util.spec_from_file_location({name!r}, {str(library)!r})
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        print({expression})
+    """
+    return run([python, "-c", script], ROOT).stdout
 
 
 def symbols(*arguments: str | Path) -> list[str]:

@@ -152,8 +152,7 @@ def by_columns(*sizes: int) -> Tensor:
 
 
 def rows_of(call: Call) -> int:
-    rows: int = call["in_memory"].shape[-2]
-    return rows
+    return call["in_memory"].shape[-2]
 
 
 def queries(call: Call) -> Call:

@@ -288,20 +288,9 @@ def test_backward_with_one_tensor_in_three_roles() -> None:
 def test_backward_without_any_gradient_is_zero() -> None:
     q, k, bias = normal(1, 1, 4, 3), normal(1, 1, 5, 3), normal(1, 1, 4, 5)
     out, lse, _ = attend(q, k, k, bias)
-    grads = reference.scaled_dot_product_attention_backward(
-        None,
-        None,
-        None,
-        q,
-        k,
-        k,
-        bias,
-        None,
-        None,
-        out,
-        lse,
-        options=replace(PLAIN, needs_mask_grad=True),
-    )
+    tensors = (*[None] * 3, q, k, k, bias, None, None, out, lse)
+    options = replace(PLAIN, needs_mask_grad=True)
+    grads = reference.scaled_dot_product_attention_backward(*tensors, options=options)
     for grad, x in zip(grads[:4], (q, k, k, bias), strict=True):
         assert grad is not None
         assert torch.equal(grad, torch.zeros_like(x))

@@ -92,8 +92,7 @@ def test_an_entry_of_a_relative_bias_may_hide_its_distance(
         with fastattn.use_backend(name):
             out = fastattn.scaled_dot_product_attention(*leaves[:3], relative_bias=leaves[3])
         results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
-    for found, want in zip(*results, strict=True):
-        torch.testing.assert_close(found, want)
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize(

@@ -462,9 +462,7 @@ class NothingDrawn(compat.DispatchMode):
     Uninitialized memory does not work: `trunc_normal_` redraws until all numbers are in its range.
     """
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in (torch.ops.aten.normal_, torch.ops.aten.uniform_):
             return args[0].zero_()
         return func(*args, **(kwargs or {}))

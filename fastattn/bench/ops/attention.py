@@ -102,10 +102,7 @@ class SDPA(Operator):
     FLOPS = "attention(pairs * H, D, Dv) + (option == 'terms') * pairs * H * D * (4 + 8 * backward)"
     MASKS = ("none", "causal", "padding", "bool", "bias", "documents")
     WEIGHTS = ("none", "average", "per-head")
-    OPTIONS = (
-        *("none", "window", "softcap", "alibi", "sinks"),
-        *("relative", "terms", "dropout", "learnable"),
-    )
+    OPTIONS = "none window softcap alibi sinks relative terms dropout learnable".split()
     PARTED, SAMPLED = ("B", "Hkv"), True
     JOINT = ("learnable", "relative", "terms")
     LEARNED = {"relative": "relative_bias", "learnable": "attn_mask", "terms": "query_table"}
@@ -150,7 +147,7 @@ class SDPA(Operator):
         tensors, options = super().arguments(cell, x)
         options["average_weights"] = cell.weights == "average"
         if cell.mask == "documents":
-            ids = (cell.documents(cell[key]) for key in ("Lq", "Lk"))
+            ids = map(cell.documents, cell.lengths)
             options |= {"attn_mask": None, "mask": masks.document(*ids)}
         if cell.option == "window":
             options["window"] = (cell.window, cell.window)
@@ -190,10 +187,9 @@ class FLEX(Operator):
             return {"slopes": (torch.arange(1, cell["H"] + 1) * (-8 / cell["H"])).exp2()}
         if cell.option == "bias":
             return {"bias": draw.normal(cell["H"], cell["Lq"], cell["Lk"])}
-        terms = cell.option == "terms"
-        return (
-            {"factor": draw.normal(cell["H"]), "columns": draw.normal(cell["Lk"])} if terms else {}
-        )
+        if cell.option == "terms":
+            return {"factor": draw.normal(cell["H"]), "columns": draw.normal(cell["Lk"])}
+        return {}
 
     def score_mod(self, cell: Cell, x: Inputs) -> Callable[..., Any] | None:
         functions: dict[str, Callable[..., Any]] = {
@@ -207,8 +203,7 @@ class FLEX(Operator):
     def arguments(self, cell: Cell, x: Inputs) -> tuple[Sequence[Any], dict[str, Any]]:
         tensors, options = super().arguments(cell, x)
         if cell.mask == "documents":
-            ids = (cell.documents(cell[key]) for key in ("Lq", "Lk"))
-            options["block_mask"] = masks.document(*ids)
+            options["block_mask"] = masks.document(*map(cell.documents, cell.lengths))
         elif cell.mask == "causal":
             options["block_mask"] = masks.causal()
         return tensors, options | {"score_mod": self.score_mod(cell, x)}
@@ -231,7 +226,6 @@ class FLEX(Operator):
 # bf16, which torch gets. In a latent cache (https://arxiv.org/abs/2405.04434) the value of a row is
 # a part of its key.
 
-_ENDS = ("cu_seqlens_q", "cu_seqlens_k")
 # The dtype and the scale of a quantised cache.
 _QUANTISED = {"int8": (torch.int8, 2.0**-5), "fp8": (torch.float8_e4m3fn, 1.0)}
 
@@ -263,7 +257,8 @@ class VARLEN(Operator):
 
     def others(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
         lengths = _lengths(cell)
-        inputs = dict.fromkeys(_ENDS, torch.tensor([0, *lengths]).cumsum(0))
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        inputs = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
         if cell.option == "relative":
             inputs["relative_bias"] = draw.normal(cell["H"], 2 * max(lengths) - 1)
         return inputs
@@ -384,8 +379,10 @@ class DECODE(Operator):
         causal = cell.mask == "causal" and queries == keys and cell.option not in ("t5", "latent")
         mask = None if causal else cell.visible(*self.sequences(cell)[0], query.device)
         if cell.option == "t5":
+            table, most = T5(x.buckets, bidirectional=False), max(queries, keys) - 1
+            folded = fold_distances(self.FUNCTION, table, query, most)[0].to(query.dtype)
             # Of three dimensions, PyTorch's fused kernel would refuse it.
-            mask = biases(_distances(cell, x), queries, keys, mask, offset=keys - queries)
+            mask = biases(folded, queries, keys, mask, offset=keys - queries)
         if not latent:
             options: dict[str, Any] = {"is_causal": causal, "enable_gqa": group > 1}
             call = scaled_dot_product_attention
@@ -413,12 +410,6 @@ def _numbers(cell: Cell, rows: Tensor) -> Tensor:
     dtype, scale = _QUANTISED[cell.option]
     x = rows / scale
     return (x.round().clamp(-127, 127) if dtype == torch.int8 else x).to(dtype)
-
-
-def _distances(cell: Cell, x: Inputs) -> Tensor:
-    """The bias of every distance, [H, 2 M + 1]."""
-    buckets, most = T5(x.buckets, bidirectional=False), max(cell["Lq"], cell["Lk"]) - 1
-    return fold_distances("decode_attention", buckets, x.query, most)[0].to(x.query.dtype)
 
 
 def _in_pages(cache: Tensor, table: Tensor, size: int) -> Tensor:

@@ -99,10 +99,7 @@ class _Transformer(_Decoder):
     """With option=stepwise the decoder gets one position at a time, as in generation."""
 
     OPTIONS = ("none", "stepwise")
-    REFUSED = {
-        "option == 'stepwise' and passes != 'fwd'": "option=stepwise: generation has no backward "
-        "pass",
-    }
+    REFUSED = {"option == 'stepwise' and passes != 'fwd'": "option=stepwise has no backward pass"}
 
     def call(self, cell: Cell, module: Any, x: Inputs) -> Any:
         """Generation by fastattn has a cache. PyTorch has none, and needs the mask."""
