@@ -42,7 +42,8 @@ class Gemm(NamedTuple):
     layer_up_to: int = 0  # the largest rows·E·F of a layer in one call, see nn/_encoder_layer.py
     min_few_rows: int = 0  # the least number of rows for `few`, besides one row
     min_few_rows_weight: int = 0  # the smallest weight, in elements, for `few`
-    min_tile_rows: int = 96  # PyTorch computes products of fewer rows in place of "tiles"
+    min_tile_rows: int = 96  # the least rows of x for "tiles", in native layers and for dw
+    min_tile_rows_alone: int = 96  # for y and dx of a single layer, which packs in each call
 
 
 class Row(NamedTuple):
@@ -97,8 +98,8 @@ ROWS = (
     Row("isa", "cpu amx_bf16", "", "avx512_bf16", f"float16: {_AMX}; float64 is not measured"),
     Row("isa", "", "", "the strongest", _UNMEASURED),
 
-    Row("gemm", "cpu amx_bf16", "bfloat16", Gemm("onednn", "onednn", "torch", 2, 0, 2**14, small_up_to=2**20, layer_up_to=2**20), f"{_PAGE}: oneDNN 970 GFLOP/s, ours 98; for one or two rows ours 1.0 to 1.5 times PyTorch"),
-    Row("gemm", "cpu amx_bf16", "float32", Gemm("tiles", "tiles", "tiles", 95, ANY, 2**22, 2**26, small_up_to=2**22, layer_up_to=ANY, min_few_rows=8, min_few_rows_weight=2**19), f"{_PAGE}: tiles 1.2 to 1.8 times MKL from 96 rows on; ours 1.1 to 2.0 times MKL for 8 to 64 rows"),
+    Row("gemm", "cpu amx_bf16", "bfloat16", Gemm("onednn", "onednn", "torch", 4, 0, 2**14, small_up_to=2**20, layer_up_to=2**20), f"{_PAGE}: oneDNN 970 GFLOP/s, ours 98; for one to four rows ours 1.0 to 1.9 times PyTorch"),
+    Row("gemm", "cpu amx_bf16", "float32", Gemm("tiles", "tiles", "tiles", 95, ANY, 2**22, 2**26, small_up_to=2**22, layer_up_to=ANY, min_few_rows=4, min_few_rows_weight=2**19, min_tile_rows_alone=2**10), f"{_PAGE}: tiles 1.4 to 1.8 times MKL from 1024 rows on, and as fast where a core executes them slowly; ours 1.1 to 2.5 times MKL for 4 to 64 rows"),
     Row("gemm", "cpu Intel -avx512_bf16", "float32", Gemm("torch", "torch", "torch", 32, ANY, 2**24, small_up_to=2**22, layer_up_to=2**26, min_few_rows=8, min_few_rows_weight=2**21), f"{_PAGE}: MKL as fast as oneDNN; ours 1.0 to 1.9 times MKL for 8 to 32 rows"),
     Row("gemm", "cpu Intel", "float32", Gemm("torch", "torch", "torch", small_up_to=2**22, layer_up_to=2**26), f"{_PAGE}: MKL 161 GFLOP/s, oneDNN 158"),
     Row("gemm", "cpu AMD -avx512_bf16", "bfloat16", _OURS, f"{_PAGE}: ours 147 GFLOP/s, PyTorch 18"),

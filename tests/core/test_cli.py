@@ -181,7 +181,7 @@ def test_info_has_the_fields_of_the_chosen_gemms(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(evidence, "choose", lambda *args, **kwargs: chosen)
     (text,) = {made["use"] for made in info.collect()["choices"] if made["choice"] == "gemm"}
     fields = "y=onednn, dx=torch, dw=ours, few=32, least_grad=1048576, layer_up_to=∞"
-    assert text == f"{fields}, min_tile_rows=96"
+    assert text == f"{fields}, min_tile_rows=96, min_tile_rows_alone=96"
 
 
 def test_info_text_has_the_facts_of_json(capsys: pytest.CaptureFixture[str]) -> None:

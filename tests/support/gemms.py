@@ -32,7 +32,8 @@ def only(name: str, least: int = 0) -> Iterator[list[str]]:
         return gemm(*args)
 
     counting = {of: functools.partial(counted, of, gemm) for of, gemm in gemms._GEMMS.items()}
-    rule = Gemm(name, name, name, least=least, least_grad=least, min_tile_rows=0)
+    no_least = {"min_tile_rows": 0, "min_tile_rows_alone": 0}
+    rule = Gemm(name, name, name, least=least, least_grad=least, **no_least)
     try:
         with (
             mock.patch.dict(gemms._GEMMS, counting),

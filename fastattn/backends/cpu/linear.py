@@ -68,7 +68,9 @@ def gemm_of(product: str, dtype: torch.dtype, rows: int, work: int) -> str:
     name: str = getattr(gemm, product)
     if name == "onednn" and (compat.onednn_linear is None or not torch.backends.mkldnn.enabled):
         return "torch"
-    if name == "tiles" and rows < gemm.min_tile_rows:
+    if name == "tiles" and rows < (
+        gemm.min_tile_rows if product == "dw" else gemm.min_tile_rows_alone
+    ):
         return "torch"
     if dtype == torch.float32 and allows_bf16_parts():  # PyTorch then multiplies in bfloat16
         return "torch"
