@@ -302,8 +302,7 @@ def _validate(
     mask_program = seed = None  # the seed is drawn later, see with_seed
     table, positions, *terms = _NO_BIAS
     if args.relative_bias is not None:
-        query, operands = fold_bias(_NAME, args.relative_bias, query, key, offset)
-        table, positions, *terms = operands
+        query, (table, positions, *terms) = fold_bias(_NAME, args.relative_bias, query, key, offset)
     if args.mask is not None:
         mask_program = masks.program(_NAME, args.mask, query, key.shape[2], offset)
     if query.shape[3] == 0:  # every score is 0, as with a column of zeros
