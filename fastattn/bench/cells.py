@@ -206,14 +206,14 @@ class Draw:
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         return torch.randint(low, high, shape, generator=self.generator)
 
-    def sentences(self, batch: int, sentences: int, words: int, vocabulary: int) -> Tensor:
-        """[batch, sentences, words]: about half of them are padding, which is 0."""
-        stories = self.integers(min(1, vocabulary - 1), vocabulary, batch, sentences, words)
+    def token_ids(self, batch: int, sentences: int, words: int, vocabulary: int) -> Tensor:
+        """[batch, sentences, words]: stories of one or more sentences, padded with 0."""
+        ids = self.integers(min(1, vocabulary - 1), vocabulary, batch, sentences, words)
         lengths = self.integers(max(1, words // 4), words + 1, batch, sentences, 1)
         counts = self.integers(1, sentences + 1, batch, 1, 1)
-        stories *= torch.arange(words) < lengths
-        stories *= torch.arange(sentences).unsqueeze(-1) < counts
-        return stories
+        ids *= torch.arange(words) < lengths
+        ids *= torch.arange(sentences).unsqueeze(-1) < counts
+        return ids
 
     def visible(self, queries: int, keys: int) -> Tensor:
         """[queries, keys], half of it True, with at least one True in every row."""

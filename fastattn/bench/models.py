@@ -103,7 +103,7 @@ class Model(Module):
         tokens = _base.value_of(f"B * {self.LENGTH} * E", cell)
         return weights + tokens, tokens
 
-    def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
+    def draw_parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
         """Matrices preserve the scale of their inputs, so attention has scores of about 1."""
         if len(shape) > 1:
             return draw.pooled(*shape, scale=math.prod(shape[1:]) ** -0.5)

@@ -123,8 +123,8 @@ class Runner:
                 if cell.name in self.done:
                     continue
                 share = (self.deadline - time.monotonic()) / (len(cells) - index)
-                if 0 < index == len(cells) // 2 and share > 0:
-                    self._measure_peaks()
+                if index > 0 and index == len(cells) // 2 and share > 0:
+                    self._measure_peaks()  # at the start, halfway and at the end: peaks drift
                 # A run measures at least one cell, however long the start took.
                 self._measure(cell, share if index else max(share, 1.0))
             self._measure_peaks()

@@ -299,6 +299,8 @@ _OPTIONS: dict[str, Sequence[Any]] = {
 
 
 def _possible(case: Case) -> bool:
+    if case.poison and any(layout.startswith("expanded") for layout in case.layouts):
+        return False  # hidden rows share their memory with visible ones
     of_parts = case.sinks is None and "weights" not in case.grads
     return (case.positions is None or case.q_len <= case.k_len) and (of_parts or not case.partial)
 

@@ -420,12 +420,11 @@ def test_the_rule_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
         assert one == ["torch", "ours"]
     monkeypatch.setattr(gemms._cpu, "has_tiles", lambda dtype: True)
     with be(AMX):
-        of_rows = {"y": ("tiles", "torch", "torch", "ours", "torch"), "dw": ("tiles",) * 3}
+        of_rows = {"y": ("tiles", "torch", "torch", "ours"), "dx": ("tiles",), "dw": ("tiles",) * 3}
         for product in ("y", "dx", "dw"):
             rows = (1024, 1023, 96, 95, 3)
             chosen = [gemms.gemm_of(product, torch.float32, n, 2**26) for n in rows]
-            expected = of_rows.get(product, ("tiles",))
-            assert chosen == [*expected, *["torch"] * (len(rows) - len(expected))]
+            assert chosen == [*of_rows[product], *["torch"] * (5 - len(of_rows[product]))]
         assert gemms.gemm_of("y", torch.bfloat16, *small) == "onednn"
         with torch.backends.mkldnn.flags(enabled=False):
             assert gemms.gemm_of("y", torch.bfloat16, *small) == "torch"

@@ -56,10 +56,7 @@ class Rows(list[int]):
 
 @contextlib.contextmanager
 def native_layers(gemm: str = "torch") -> Iterator[Rows]:
-    """Within the block encoder layers of any size are computed natively, with tiles if it says so.
-
-    ``gemm`` is the evidence's GEMM of single products.
-    """
+    """Within the block encoder layers of any size are computed natively, by the GEMM ``gemm``."""
     called = Rows()
     layers, texts = cpu.encoder_layers, cpu.encode_texts
 

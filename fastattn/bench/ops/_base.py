@@ -225,7 +225,8 @@ class Operator:
         return function if results is None else lambda: results(function(), dtype)
 
     def eager(self, cell: Cell, x: Inputs) -> Forward:
-        """The call of the provider `torch-eager`: without any fused attention."""
+        """The call of the provider `torch-eager`: the equation, else our reference for what PyTorch
+        lacks, else PyTorch's unfused kernel. An operator without `equation` overrides `stock`."""
         if self.equation is not None:
             return lambda: self.equation(cell, x)
         if self.why_not_stock(cell):
@@ -370,7 +371,7 @@ class Module(Operator):
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         drawn = super().inputs(cell, draw)
         for name, shape in self.parameters(cell).items():
-            drawn[name] = self.parameter(name, shape, draw)
+            drawn[name] = self.draw_parameter(name, shape, draw)
         return drawn
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 (operators live as long as the process)
@@ -378,12 +379,12 @@ class Module(Operator):
         named = self.make(cell, device="meta").named_parameters()
         return {name: tuple(parameter.shape) for name, parameter in named}
 
-    def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
-        """Matrices that preserve the scale of their inputs; weights of norms near 1."""
+    def draw_parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
+        """A matrix keeps the scale of its inputs; vectors are near 0, of a norm's weight near 1."""
         if len(shape) > 1:
             return draw.normal(*shape, scale=shape[-1] ** -0.5)
-        about_one = "norm" in name and name.endswith("weight")
-        return draw.normal(*shape, scale=0.1) + (1 if about_one else 0)
+        is_norm_weight = "norm" in name and name.endswith("weight")
+        return draw.normal(*shape, scale=0.1) + (1 if is_norm_weight else 0)
 
     def ours(self, cell: Cell, x: Inputs, library: Any = fastattn) -> Forward:
         return self.built(self.make, cell, x)

@@ -82,9 +82,9 @@ class HARD(Operator):
 
     def inputs(self, cell: Cell, draw: Draw) -> Inputs:
         inputs = super().inputs(cell, draw)
-        nearest = draw.integers(0, cell["Lk"], cell["Lq"])
-        toward = 4 * cell["D"] ** -0.5  # a score of about 4; other scores are about 0
-        query = inputs.key[:, :, nearest] * toward + 0.1 * inputs.query
+        nearest_key = draw.integers(0, cell["Lk"], cell["Lq"])
+        gain = 4 * cell["D"] ** -0.5  # a scaled score of about 4 there, of about 0 elsewhere
+        query = inputs.key[:, :, nearest_key] * gain + 0.1 * inputs.query
         inputs["query"] = query.to(draw.dtype)
         return inputs
 
@@ -111,9 +111,9 @@ class HEAD_NETWORK(Module):
     def equation(self, cell: Cell, x: Inputs) -> Tensor:
         return (x.x @ x.weight1.mT + x.bias1[:, None]).relu() @ x.weight2.mT + x.bias2[:, None]
 
-    def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
+    def draw_parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
         """Half of the units are far below 0 and half far above: near 0 rounding would decide."""
-        drawn = super().parameter(name, shape, draw)
+        drawn = super().draw_parameter(name, shape, draw)
         return drawn + 8 * (2 * (torch.arange(shape[-1]) % 2) - 1) if name == "bias1" else drawn
 
 

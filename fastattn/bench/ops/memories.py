@@ -86,9 +86,9 @@ class _Hopfield(Module):
         made |= {"num_heads": cell["H"], "update_steps_max": cell["K"], "update_steps_eps": 0.0}
         return self.KIND(cell["E"], **made)
 
-    def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
+    def draw_parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
         """Small, so that the steps contract; diverging steps would amplify rounding errors."""
-        drawn = super().parameter(name, shape, draw)
+        drawn = super().draw_parameter(name, shape, draw)
         return drawn / 2 if "in_proj" in name else drawn
 
     def equation(self, cell: Cell, x: Inputs) -> Tensor:
@@ -175,7 +175,7 @@ ENCODE_MEMORY = Operator(
     SCALES={"weight": 0.1, "temporal": 0.1},
     FLOPS="B*N*D * (2*J + 1)",
     READ={"V": "min(V, B*N*J)"},
-    others=lambda cell, draw: {"tokens": draw.sentences(*(cell[key] for key in "BNJV"))},
+    others=lambda cell, draw: {"tokens": draw.token_ids(*(cell[key] for key in "BNJV"))},
     equation=lambda cell, x: _encoded(x.tokens, x.weight, x.temporal),
 )
 
@@ -197,11 +197,11 @@ class MEMN2N(Module):
 
     def others(self, cell: Cell, draw: Draw) -> dict[str, Tensor]:
         return {
-            "stories": draw.sentences(*(cell[key] for key in "BNJV")),
+            "stories": draw.token_ids(*(cell[key] for key in "BNJV")),
             "questions": draw.integers(0, cell["V"], cell["B"], cell["J"]),
         }
 
-    def parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
+    def draw_parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
         return draw.normal(*shape, scale=shape[-1] ** -0.5 if name == "hop_proj" else 0.1)
 
     def make(self, cell: Cell, **made: Any) -> nn.Module:
