@@ -1,6 +1,4 @@
-"""Rendering of results: comparisons; and the documentation's
-figures, rendered from raw results, in a folder for each processor.
-"""
+"""Comparisons of results, and the documentation's figures, rendered from raw results."""
 
 from __future__ import annotations
 
@@ -136,9 +134,7 @@ def test_the_folder_of_a_processor(
     assert machine.processor_slug({"cpu": cpu, "cpu_flags": flags, **more}) == slug
 
 
-def test_committed_texts_match_committed_results(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_committed_texts_match_committed_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["render.py", "--check"])
     assert load_module().main() == 0
 
