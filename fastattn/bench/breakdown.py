@@ -226,8 +226,9 @@ def _timed(function: Callable[..., Any], watch: Stopwatch, emptied: bool) -> Cal
     def timed(*args: Any, **kwargs: Any) -> Any:
         if watch.is_running:  # within another function of the part
             return function(*args, **kwargs)
+        timed_args, timed_kwargs = _emptied(args, kwargs) if emptied else (args, kwargs)
         watch.start()
-        result = _emptied(function, args, kwargs) if emptied else function(*args, **kwargs)
+        result = function(*timed_args, **timed_kwargs)
         watch.stop()
         watch.seconds -= own
         return function(*args, **kwargs) if emptied else result
@@ -245,8 +246,8 @@ def _own_seconds() -> float:
     return min(watch.seconds for watch in watches)
 
 
-def _emptied(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a native function with a batch of 0.
+def _emptied(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a native function with a batch of 0.
 
     A vector has no batch, unless it is an array of states, whose length no other tensor has.
     """
@@ -256,7 +257,7 @@ def _emptied(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     batched = {id(x) for x in tensors if x.dim() > 1 or x.is_floating_point()}
     batched -= {id(x) for x in tensors if x.dim() == 1 and len(x) in sizes}
     empty = [x[:0] if id(x) in batched and x.dim() else x for x in values]
-    return function(*empty[: len(args)], **dict(zip(kwargs, empty[len(args) :], strict=True)))
+    return empty[: len(args)], dict(zip(kwargs, empty[len(args) :], strict=True))
 
 
 class _Nothing(torch.autograd.Function):

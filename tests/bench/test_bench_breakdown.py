@@ -44,10 +44,15 @@ def test_every_part_is_measured_and_functions_are_restored(
     assert found.outcomes["call"].status == "ok"
     (turn,) = found.rounds
     assert sorted(turn.ms) == sorted(breakdown.PARTS)
-    unmeasured = {"floor"} if passes == "fwd" else set()
-    if op in ("sdpa", "memory_hops"):  # the core allocates the results
-        unmeasured |= {"allocation"}
+    unmeasured = {"allocation", *["floor"] * (passes == "fwd")}  # the core allocates the results
     assert {name for name, ms in turn.ms.items() if ms <= 1e-4} <= unmeasured
+
+
+def test_emptying_the_arguments_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, timed = breakdown.Stopwatch(), []
+    monkeypatch.setattr(breakdown, "_emptied", lambda *x: (timed.append(watch.is_running), x)[1])
+    breakdown._timed(torch.neg, watch, emptied=True)(torch.ones(2))
+    assert timed == [False]
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

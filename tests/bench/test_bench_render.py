@@ -43,9 +43,6 @@ def saved(result: Result, path: Path) -> Path:
     return path
 
 
-# compare
-
-
 @pytest.mark.parametrize(
     ("scale", "limit", "code", "verdict"),
     [

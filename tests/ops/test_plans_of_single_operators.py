@@ -152,9 +152,6 @@ def test_masks_and_biases_of_all_ranks(
     check(MEMORY_HOPS, lambda: call, fresh(monkeypatch, MEMORY_HOPS.function))
 
 
-# --- the sinusoidal encoding ----------------------------------------------------------------------
-
-
 @pytest.fixture
 def encodings(monkeypatch: pytest.MonkeyPatch) -> Plans:
     return fresh(monkeypatch, sinusoidal_encoding)

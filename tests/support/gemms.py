@@ -32,8 +32,7 @@ def only(name: str, least: int = 0) -> Iterator[list[str]]:
         return gemm(*args)
 
     counting = {of: functools.partial(counted, of, gemm) for of, gemm in gemms._GEMMS.items()}
-    no_least = {"min_tile_rows": 0, "min_tile_rows_alone": 0}
-    rule = Gemm(name, name, name, least=least, least_grad=least, **no_least)
+    rule = Gemm(*[name] * 3, least=least, least_grad=least, min_tile_rows=0, min_tile_rows_alone=0)
     try:
         with (
             mock.patch.dict(gemms._GEMMS, counting),

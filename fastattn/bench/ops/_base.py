@@ -225,8 +225,7 @@ class Operator:
         return function if results is None else lambda: results(function(), dtype)
 
     def eager(self, cell: Cell, x: Inputs) -> Forward:
-        """The call of the provider `torch-eager`: the equation, else our reference for what PyTorch
-        lacks, else PyTorch's unfused kernel. An operator without `equation` overrides `stock`."""
+        """The call of `torch-eager`: the equation, our reference, or PyTorch's unfused kernel."""
         if self.equation is not None:
             return lambda: self.equation(cell, x)
         if self.why_not_stock(cell):
