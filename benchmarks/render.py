@@ -131,7 +131,9 @@ def block_of(name: str, by_processor: dict[str, Result], op: str | None = None) 
     made = {
         processor: TABLES[name](rows_of(result, op)) for processor, result in by_processor.items()
     }
-    return f"{side_by_side(made)}\n\n{all_conditions(by_processor)}"
+    made = {processor: table for processor, table in made.items() if table.lines}
+    shown = {processor: by_processor[processor] for processor in made}
+    return f"{side_by_side(made)}\n\n{all_conditions(shown)}"
 
 
 def rows_of(result: Result, op: str | None) -> Result:

@@ -307,6 +307,8 @@ def serving_table(result: Result) -> Table:
     lines = {}
     for name, of in by_cell.items():
         ours = of["fastattn"]
+        if not ours["ms"]:
+            continue
         shares = (ours["percent_of_peak"], ours["percent_of_bandwidth"])
         lines[name] = [
             f"{ours['ms']:.3g}{mark(ours)}",
