@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 from unittest import mock
 
@@ -24,7 +25,7 @@ class Counter:
         self._patches = (
             mock.patch.object(Peers, "exchange", self._watched(Peers.exchange)),
             mock.patch.object(Exchange, "wait", self._waited(Exchange.wait)),
-            mock.patch.object(Operator, "_run", self._computed(Operator._run)),
+            mock.patch.object(Operator, "primitive", self._counted(Operator.primitive)),
         )
 
     def __enter__(self) -> Counter:
@@ -54,16 +55,23 @@ class Counter:
 
         return waited
 
-    def _computed(self, run: Any) -> Any:
-        def computed(operator: Operator, backend: str, tensors: Any, options: Any) -> Any:
-            if operator.name.startswith("scaled_dot_product_attention"):
+    def _counted(self, primitive: Any) -> Any:
+        def counted(operator: Operator, backend: str) -> Any:
+            function = primitive(operator, backend)
+            if not operator.name.startswith("scaled_dot_product_attention"):
+                return function
+
+            @functools.wraps(function)
+            def compute(*tensors: Any, options: Any) -> Any:
                 back = operator.name.endswith(_BACKWARD)
                 query, key, value = tensors[3:6] if back else tensors[:3]
                 self.flops += _flops(query, key, value, options, back)
                 self.trace.append("compute")
-            return run(operator, backend, tensors, options)
+                return function(*tensors, options=options)
 
-        return computed
+            return compute
+
+        return counted
 
 
 def _flops(query: Any, key: Any, value: Any, options: Any, back: bool) -> int:
