@@ -137,46 +137,49 @@ def fold_batches(
     """
     kinds = _batch_kinds(operator)
     gives = derivative.gives.split() if derivative else []
-    # For each gradient the place of its tensor; None if the backward does not read the tensor.
-    places = [operator.names.index(name) if name in operator.names else None for name in gives]
+    # For each gradient the index of its tensor; None if the backward does not read the tensor.
+    tensor_of_grad = [
+        operator.names.index(name) if name in operator.names else None for name in gives
+    ]
 
     def rule(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
         n = info.batch_size
         *tensors, options, backend = args
         cannot_fold = any(
-            x is not None and not kind and (dim is not None or place in places)
-            for place, (x, dim, kind) in enumerate(zip(tensors, in_dims, kinds, strict=True))
+            x is not None and not kind and (dim is not None or n_tensor in tensor_of_grad)
+            for n_tensor, (x, dim, kind) in enumerate(zip(tensors, in_dims, kinds, strict=True))
         )
         if cannot_fold or not any(kinds) or getattr(options, "dropout_p", 0) > 0:
             return one_by_one(operator, n, in_dims, args)
-        whole = [place for place, kind in enumerate(kinds) if kind == "whole"]
-        example = next(place for place in whole if tensors[place] is not None)
-        batch = size_of_batch(tensors[example], in_dims[example])
+        batched = next(
+            i for i, kind in enumerate(kinds) if kind == "whole" and tensors[i] is not None
+        )
+        batch = size_of_batch(tensors[batched], in_dims[batched])
         folded = [
             fold(x, dim, n, batch) if kind else x
             for x, dim, kind in zip(tensors, in_dims, kinds, strict=True)
         ]
         shared = set()
-        for place in (place for place in places if place is not None):
-            x = folded[place]
-            if x is not None and size_of_batch(tensors[place], in_dims[place]) == 1:
+        for i in (i for i in tensor_of_grad if i is not None):
+            x = folded[i]
+            if x is not None and size_of_batch(tensors[i], in_dims[i]) == 1:
                 # The batch shares the tensor, but each example has its own gradient.
-                folded[place] = x.expand(n * batch, *x.shape[1:])
-                shared.add(place)
+                folded[i] = x.expand(n * batch, *x.shape[1:])
+                shared.add(i)
         results = operator.dispatched(*folded, options, backend)
         if operator.returns == 1:
             return unfold(results, n), 0
         unfolded = []
         for k, (name, x) in enumerate(zip(operator.results, results, strict=True)):
             if derivative is None:
-                empty = is_placeholder(name, options)
+                is_empty = is_placeholder(name, options)
             else:
-                of_tensor = places[k]
-                is_absent = of_tensor is not None and tensors[of_tensor] is None
-                empty = is_absent or not derivative.computes(options, k)
-            if empty:
+                own = tensor_of_grad[k]
+                is_absent = own is not None and tensors[own] is None
+                is_empty = is_absent or not derivative.computes(options, k)
+            if is_empty:
                 unfolded.append(x.expand(n, 0))
-            elif derivative and places[k] in shared:
+            elif derivative and tensor_of_grad[k] in shared:
                 unfolded.append(unfold(x, n).sum(1, keepdim=True))
             else:
                 unfolded.append(unfold(x, n))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ def backend(name: str) -> dict[str, Any]:
     if error is None:
         return {**(module or {}), "built": True, "reason": None, "stale": is_stale()}
     if module is None:
-        reason = "there was no native build; run `make build` or `pip install .`"
+        no_build = "there was no native build; run `make build` or `pip install .`"
+        reason = hides_installed() or no_build
     elif not module["built"] and importlib.util.find_spec(f"fastattn._{name}") is None:
         reason = module["reason"]
     else:
@@ -52,6 +54,16 @@ def build_record() -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     return record
+
+
+def hides_installed() -> str | None:
+    """What to do if this is a source tree without kernels that hides an installed fastattn."""
+    own = Path(__file__).parent
+    for folder in sys.path:
+        package = Path(folder, "fastattn")
+        if package != own and package.joinpath("_build.json").exists():
+            return f"{own} has no kernels and hides {package}: start Python in another folder"
+    return None
 
 
 def is_stale() -> bool:

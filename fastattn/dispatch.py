@@ -77,6 +77,8 @@ def load(name: str) -> ModuleType | str:
     except ImportError as error:
         if importlib.util.find_spec(f"fastattn._{name}") is not None:
             warn(f"the backend {name!r} is built but cannot be used: {error}", FallbackWarning)
+        elif name == "cpu" and (hidden := builds.hides_installed()):
+            warn(hidden, FallbackWarning)
         return f"not built: {builds.backend(name)['reason']}"
 
 

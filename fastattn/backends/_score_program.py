@@ -59,7 +59,7 @@ from torch import Tensor
 
 HEADER, FIELDS = 10, 5
 VALUE, FLAGS = 6, 8  # the places of these words
-NAMED = 3  # numbers that steps do not name
+NAMED = 3  # where the numbers that steps name begin, after others
 
 
 class Flag(IntFlag):

@@ -40,7 +40,7 @@ Calls = dict[str, Callable[[], Any]]
 class Part(NamedTuple):
     """`inside` lists the functions that are timed within the pass; empty: the pass itself."""
 
-    within: str  # call, forward or plain
+    within: str  # call, forward, plain, floor or torch, see PARTS
     inside: Callable[[], Sequence[tuple[Any, str]]] = tuple
     emptied: bool = False
     one_thread: bool = False
@@ -63,8 +63,9 @@ def _adapters() -> list[tuple[Any, str]]:
     return list(dict.fromkeys([*((module, name) for name in names), *_natives()]))
 
 
-# arguments: for a batch of 0 they are read, and the core allocates its own results. floor: an
-# `autograd.Function` of as many tensors that does nothing. torch: the same pass in PyTorch.
+# forward: recorded by autograd. plain: not recorded. arguments: for a batch of 0 they are read, and
+# the core allocates its own results. floor: an `autograd.Function` of as many tensors that does
+# nothing. torch: the same pass in PyTorch.
 PARTS = {
     "call": Part("call"),
     "forward": Part("forward"),

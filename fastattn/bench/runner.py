@@ -188,7 +188,7 @@ class Runner:
         try:
             for name in self.settings.providers:
                 measured.outcomes[name] = Outcome()
-                measured.outcomes[name] = self._outcome(name, measured, seconds)
+                measured.outcomes[name] = self._initial_outcome(name, measured, seconds)
             self._check(measured)
             self._rounds(measured, end)
         except KeyboardInterrupt:
@@ -197,8 +197,8 @@ class Runner:
             raise
         self.report(self.result, measured)
 
-    def _outcome(self, name: str, measured: CellResult, seconds: float) -> Outcome:
-        """The outcome of a provider; its status is not ok if the provider is not measured."""
+    def _initial_outcome(self, name: str, measured: CellResult, seconds: float) -> Outcome:
+        """An outcome that is ok if the provider can be measured, or says why not."""
         if seconds <= 0:
             return Outcome("SKIPPED", "the time budget was used up")
         if missing := ops.get(measured.cell.op).missing():
@@ -210,12 +210,12 @@ class Runner:
         return Outcome("UNAVAILABLE", "; ".join(reasons)) if reasons else measured.outcomes[name]
 
     def _ask(self, name: str, measured: CellResult, do: str, **request: Any) -> Any:
-        """The reply of a provider; None after a failure. After a crash it gets a new process."""
+        """The reply of a provider; None after a failure, which becomes its outcome."""
         try:
             return self.workers[name].ask(self.settings.timeout, do, **request)
         except ProviderError as error:
             measured.outcomes[name] = Outcome(error.status, error.reason)
-            if error.status != "ERROR":
+            if error.status != "ERROR":  # it crashed, and gets a new process
                 self._start(name)
                 self._open(name)
             return None

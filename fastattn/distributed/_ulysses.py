@@ -42,7 +42,7 @@ def head_attention(call: Call, peers: Peers) -> tuple[Tensor, Tensor]:
         _HeadRouting(peers, layouts), True, call.query, call.key, call.value
     )
     local_heads = slice(heads // peers.size * peers.rank, heads // peers.size * (peers.rank + 1))
-    mask = None if call.attn_mask is None else _whole_mask(call, peers, local_heads)
+    mask = None if call.attn_mask is None else _whole_mask(call, peers)
     slopes = None if call.alibi_slopes is None else call.alibi_slopes[:, local_heads]
     sinks = None if call.sinks is None else call.sinks[:, local_heads]
     program = None
@@ -62,12 +62,12 @@ def head_attention(call: Call, peers: Peers) -> tuple[Tensor, Tensor]:
     return out, lse[..., 0]
 
 
-def _whole_mask(call: Call, peers: Peers, local_heads: slice) -> Tensor:
+def _whole_mask(call: Call, peers: Peers) -> Tensor:
     """The mask of all rows, [B|1, heads of this rank|1, Lq of all ranks, Lk of all ranks|1]."""
     mask = call.attn_mask
     assert mask is not None
     mask = mask.expand(-1, -1, call.query.shape[2], -1)
-    if mask.shape[1] == 1:  # all ranks need it
+    if mask.shape[1] == 1:  # one copy of the head is sent to each rank
         mask = mask.expand(-1, peers.size, -1, -1)
     (mask,) = _ExchangeHeads.apply(_HeadRouting(peers, (call.queries,)), True, mask)
     return mask

@@ -127,10 +127,10 @@ _OPTIONS: dict[str, Sequence[Any]] = {
 
 
 def mixed(name: str, count: int) -> Iterator[DecodeCase]:
-    """Cases of any sizes and options."""
+    """Up to ``count`` cases of random sizes and options."""
     for case in drawn(DecodeCase(name), count, _SIZES, _OPTIONS):
         if case.heads * case.queries * case.head_dim * case.capacity > 2**24:
-            continue
+            continue  # its reference takes too long
         leftpad = tuple(n // (2 + b) for b, n in enumerate(case.lengths)) if case.leftpad else ()
         values = case.values if case.quantised is None and case.lengths else "normal"
         yield replace(case, leftpad=leftpad, values=values)

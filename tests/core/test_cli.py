@@ -229,6 +229,18 @@ def test_info_survives_a_wrong_instruction_set(native: ModuleType) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_info_says_that_sources_hide_an_installed_fastattn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "fastattn"
+    installed.mkdir()
+    (installed / "_build.json").write_text("{}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(builds, "native_module", lambda name: {"error": "ImportError"})
+    monkeypatch.setattr(builds, "build_record", dict)
+    assert f"hides {installed}: start Python" in builds.backend("cpu")["reason"]
+
+
 def test_info_without_a_native_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fastattn._cpu", None)
     record = {"modules": {"cpu": {"built": False, "reason": "no C++ compiler was found"}}}

@@ -74,9 +74,6 @@ def test_sizes_share_a_plan(op: Planned, plans: Plans) -> None:
         assert count(plans) == 1
 
 
-# --- other signatures -----------------------------------------------------------------------------
-
-
 @each(Planned.facts)
 def test_each_fact_makes_a_new_plan(op: Planned, name: str, entry: Any, plans: Plans) -> None:
     right = {**op.make(), **op.base}

@@ -105,9 +105,6 @@ def test_other_operators_compute_after_a_fork(
     in_fork(child)
 
 
-# --- threads ---------------------------------------------------------------------------------
-
-
 def test_concurrent_threads_compute_the_results_of_one(backend: str) -> None:
     inputs = [qkv(seed=n) for n in range(4)]
     expected = [results_and_gradients(x) for x in inputs]
@@ -152,9 +149,6 @@ def test_a_tensor_changed_before_backward_is_an_error(backend: str) -> None:
         out.sum().backward()
 
 
-# --- overlapping rows -----------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("backend", ["cpu", None])
 @pytest.mark.parametrize(
@@ -176,9 +170,6 @@ def test_queries_whose_rows_overlap(
             return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
 
     torch.testing.assert_close(results(backend), results("reference"), rtol=1e-12, atol=1e-12)
-
-
-# --- large offsets ---------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("native")

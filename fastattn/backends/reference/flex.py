@@ -70,7 +70,8 @@ def flex_attention_backward(
 def modified_scores(program: Any, data: Tensor | None, score: Tensor) -> Tensor:
     """Modify scores [B, Hq, Lq, Lk] by a program, or by its parts if ONNX exports the call.
 
-    The parts are the words of the program, its named numbers and the captured integers.
+    The parts are the words of the program, the numbers that its steps name, and the captured
+    integers; see ``fastattn/backends/_score_program.py`` for the layout.
     """
     b, h, q, k = (
         torch.arange(size, device=score.device).view([-1 if n == d else 1 for n in range(4)])

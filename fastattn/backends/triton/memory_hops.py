@@ -118,7 +118,7 @@ def run_forward(
     trace = query.new_empty((*lead, 2 * call.hops + 1, width), dtype=torch.float32)
     stats = query.new_empty((*lead, call.hops, 2), dtype=torch.float32)
     launch_plan = plan("hops", query, block_of(width))
-    first_query: Operand | None = _vector_operand(query)
+    initial_state: Operand | None = _vector_operand(query)  # later launches read the trace
     for first_hop, last_hop in _hops_of_launches(call, hop_proj):
         projected = None
         if hop_proj is not None:
@@ -129,11 +129,11 @@ def run_forward(
             launch_plan,
             launch_plan.q_tiles(call.group) * _group_count(query, call),
             query.device,
-            query=first_query,
+            query=initial_state,
             call=call,
             p_trace=trace,
             p_stats=stats,
-            weights=None if weights_out is None else Operand(weights_out, 0, 0, 0, 0),
+            weights=None if weights_out is None else Operand(weights_out, 0, 0, 0, 0),  # contiguous
             p_out=out,
             p_projected=projected,
             first_hop=first_hop,
@@ -142,7 +142,7 @@ def run_forward(
             NORMALIZE=options.normalize == "softmax",
             **_width_arguments(width),
         )
-        first_query = None
+        initial_state = None
     return out, trace, stats
 
 

@@ -263,12 +263,12 @@ class BAHDANAU_DECODER(Module):
         return self._steps(x, context, module["cell"])
 
     def equation(self, cell: Cell, x: Inputs) -> Tensor:
-        project, keys = (x[f"attention.{name}_layer.weight"].T for name in ("query", "memory"))
-        keys = x.memory @ keys
+        to_query, to_keys = (x[f"attention.{name}_layer.weight"].T for name in ("query", "memory"))
+        keys = x.memory @ to_keys
         gru = [x[f"cell.{name}"] for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
 
         def context(state: Tensor) -> Tensor:
-            scores = (state[:, None] @ project + keys).tanh() @ x["attention.v"]  # [B, S]
+            scores = (state[:, None] @ to_query + keys).tanh() @ x["attention.v"]  # [B, S]
             return (scores.softmax(-1)[:, None] @ x.memory)[:, 0]
 
         return self._steps(x, context, lambda y, state: torch.gru_cell(y, state, *gru))
@@ -285,7 +285,7 @@ class BAHDANAU_DECODER(Module):
 
 class LUONG(Operator):
     FUNCTION = "luong_attention"
-    ABOUT = "softmax(qᵀ Wᵧ k) V; local-m if the half width W < Lk; P=1: local-p, random positions"
+    ABOUT = "softmax(qᵀ Wₐ k) V; local-m if the half width W is less than Lq or Lk; P=1: local-p"
     SIZES = {"B": 8, "Lq": 64, "Lk": "Lq", "D": 256, "Dv": "D", "W": "Lk", "P": 0}
     REFUSED = {"P > 1": "P={P} is more than 1"}  # local-p, or 0
     MASKS = ("none", "padding")
@@ -314,8 +314,8 @@ class LUONG(Operator):
 
     def equation(self, cell: Cell, x: Inputs) -> Any:
         seen = ~x.key_padding_mask[:, None] if "key_padding_mask" in x else None
-        place = x.get("positions", torch.arange(x.query.shape[1], device=x.query.device))
-        distance = torch.arange(x.key.shape[1], device=x.key.device) - place[..., None]
+        positions = x.get("positions", torch.arange(x.query.shape[1], device=x.query.device))
+        distance = torch.arange(x.key.shape[1], device=x.key.device) - positions[..., None]
         if self._is_local(cell):
             near = distance.abs() <= cell["W"]
             seen = near if seen is None else near & seen

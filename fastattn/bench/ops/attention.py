@@ -221,16 +221,15 @@ class FLEX(Operator):
         return weights.to(value.dtype) @ value
 
 
-# Packed sequences have the lengths of a padded batch; with S they grow by a constant factor from S
-# to L. A paged cache has its pages in random order. The rows of a quantised cache are exact in
-# bf16, which torch gets. In a latent cache (https://arxiv.org/abs/2405.04434) the value of a row is
-# a part of its key.
+# A paged cache has its pages in random order. Rows of a quantised cache are exact in bf16, which
+# torch gets. In a latent cache (https://arxiv.org/abs/2405.04434) a value is a part of its key.
 
 # The dtype and the scale of a quantised cache.
 _QUANTISED = {"int8": (torch.int8, 2.0**-5), "fp8": (torch.float8_e4m3fn, 1.0)}
 
 
 def _lengths(cell: Cell) -> list[int]:
+    """Of packed sequences: those of a padded batch, or, with S, from L down to S by a factor."""
     batch, shortest, longest = cell["B"], cell["S"], cell["L"]
     if not shortest:
         return cell.padded(longest)
