@@ -67,12 +67,12 @@ def _threads(number: int) -> str:
 def gain_block(models: dict[str, Result]) -> str:
     """What whole models gain, and the picture."""
     gains = {processor: tables.gains(result) for processor, result in models.items()}
-    ratios = [
+    ratios = (
         gain.speedup for of in gains.values() for line in of.values() for gain in line.values()
-    ]
+    )
     sentence = (
         "After `fastattn.accelerate` these models of transformers run "
-        f"**{min(ratios):.2f} to {max(ratios):.2f} times** as fast as before "
+        f"up to **{max(ratios):.1f} times** as fast as before "
         f"(inference, {on_threads(models)}; [more](docs/performance.md#whole-models)):"
     )
     note = "≈: not distinguishable from 1. –: not measured, or measured on a busy machine."
