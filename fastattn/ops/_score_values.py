@@ -97,9 +97,7 @@ class Partial(Recorded):
             index = index[1:] if len(self.index) + len(index) - 1 == dims else index
         indices = (*self.index, *(tracer.number(x) for x in index))
         if len(indices) > dims or any(n.kind != "i" for n in indices[len(self.index) :]):
-            raise unsupported(
-                "this index of a captured tensor", "which takes an integer a dimension"
-            )
+            raise unsupported("indices of a tensor", "which must be integers, one a dimension")
         if len(indices) < dims:
             return Partial(tracer, self.tensor, indices)
         return tracer.gather_element(self.tensor, indices)
@@ -146,7 +144,7 @@ class Row(Recorded):
     def getitem(self, index: tuple[Any, ...]) -> Any:
         """Return one element, by a Python integer."""
         if len(index) != 1 or not isinstance(index[0], int):
-            raise unsupported("this index of a row", "which takes a number")
+            raise unsupported("an index of a row", "which must be a number")
         return self.element(range(self.shape[0])[index[0]])
 
     def reduce(self, combine: Callable[[Any, Any], Any], dim: Any = -1, **named: Any) -> Any:
