@@ -207,7 +207,7 @@ def in_one_node(first: Gradient, then: Gradient) -> Any:
     _, then_save, then_derive = then.native_passes()
     name, then_name, load = first._operator.name, then._operator.name, dispatch.load
     others = len(then._operator.names) - 1  # the number of its other tensors
-    # The gradients of all results but the first, and those of them that the backward takes.
+    # The gradients of all results but the first, and which of these the backward takes.
     none, then_none = ((None,) * (x._operator.returns - 1) for x in (first, then))
     taken_none = first._pick_taken((None, *none))[1:]
     then_taken_none = then._pick_taken((None, *then_none))[1:]

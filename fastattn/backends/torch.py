@@ -66,7 +66,7 @@ def _why_not_attend(
     grad_lse: Tensor | None = None,
     **_: Any,
 ) -> list[str]:
-    """Reasons against a call with these options, or else those of ``_why_not_plain``."""
+    """Reasons against a call with these options, or else what ``_why_not_plain`` returns."""
     if isinstance(options, AttentionBackwardOptions) and options.needs_mask_grad:
         reasons.append("the mask's gradient is wanted, which PyTorch's kernel does not compute")
     if grad_lse is not None:

@@ -265,7 +265,7 @@ def _run_plan(
 
 
 def _public_results(results: tuple[Tensor, Tensor], layout: str, return_lse: bool) -> Any:
-    """Convert the results of the operator to those of :func:`decode_attention`."""
+    """Convert the results of the operator to the results of :func:`decode_attention`."""
     out, lse = results
     out = out.transpose(1, 2) if layout == "bnhd" else out
     if not return_lse:

@@ -229,7 +229,7 @@ _QUANTISED = {"int8": (torch.int8, 2.0**-5), "fp8": (torch.float8_e4m3fn, 1.0)}
 
 
 def _lengths(cell: Cell) -> list[int]:
-    """Of packed sequences: those of a padded batch, or, with S, from L down to S by a factor."""
+    """The lengths of packed sequences: as in a padded batch, or, with S, from L down to S."""
     batch, shortest, longest = cell["B"], cell["S"], cell["L"]
     if not shortest:
         return cell.padded(longest)

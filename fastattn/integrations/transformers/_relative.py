@@ -140,7 +140,7 @@ class _DebertaV2(nn.Module):
             if known_fingerprints == fingerprints:
                 return Disentangled(query_table, key_table, max_distance=limit)
         rows = torch.cat([rows, rows[-1:]])
-        # Tables that are kept have the rows of all distances, others those of this length only.
+        # Kept tables have a row for every distance, others only for the distances of this length.
         reach = span
         if fingerprints is None and runs_eagerly(rows):
             reach = _row_of(length - 1, span, limit) - span
